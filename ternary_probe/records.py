@@ -1,0 +1,409 @@
+"""Every result as data: pydantic models, the JSON schema, and what happens to a number that could not be measured.
+
+NaN policy: a record never holds NaN or infinity. A figure that could not be measured is ``null`` and the ``status``
+beside it says why; bad input never becomes a plausible number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ternary_probe.errors import ProbeError
+
+SCHEMA_VERSION = "1.0"
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Status = Literal["ok", "inconclusive", "non_finite", "not_applicable", "failed"]
+Response = Literal["nll", "kl"]
+
+
+class Part(BaseModel):
+    """Base of everything inside a record: immutable, no unknown keys, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelInfo(Part):
+    """Which weights were measured."""
+
+    name: str
+    kind: str
+    path: str | None = None
+    revision: str | None = None
+    dtype: str
+    device: str
+    parameters: int
+    config_sha256: str | None = None
+    weights_sha256: str | None = Field(None, description="SHA-256 over every parameter's bytes, in name order")
+    notes: tuple[str, ...] = ()
+
+
+class Environment(Part):
+    """Where it ran. Two equal studies may differ here and in ``timing``, nowhere else."""
+
+    ternary_probe: str
+    python: str
+    platform: str
+    packages: dict[str, str]
+    threads: int | None = None
+
+    @classmethod
+    def here(cls, threads: int | None = None) -> Environment:
+        """Describe the running interpreter and the installed packages that can move a figure.
+
+        Args:
+            threads: CPU threads torch uses, where known.
+
+        Returns:
+            The description.
+        """
+        from ternary_probe import __version__
+
+        packages = {}
+        for name in ("torch", "transformers", "accelerate", "safetensors", "numpy", "scipy", "bitsandbytes", "lm_eval"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                packages[name] = importlib.metadata.version(name)
+        return cls(
+            ternary_probe=__version__,
+            python=sys.version.split()[0],
+            platform=platform.platform(),
+            packages=packages,
+            threads=threads,
+        )
+
+
+class Timing(Part):
+    """Seconds spent and the number of model evaluations they paid for."""
+
+    seconds: Finite
+    evaluations: int
+
+
+class ProtocolInfo(BaseModel):
+    """How text became scored tokens; the fields are those of `ternary_probe.text.Protocol`."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    name: str
+    tokens_scored: int
+
+
+class Baseline(Part):
+    """The clean model on the scored text."""
+
+    nll: Finite = Field(description="mean negative log-likelihood, nats per scored token")
+    perplexity: Finite | None = Field(description="exp(nll); null where it overflows")
+    nll_windows: tuple[Finite, ...] = Field((), description="mean NLL of each window")
+
+
+class NoiseFloor(Part):
+    """The smallest difference that means anything here (nats per token): the largest of its parts, per response."""
+
+    nll: Finite
+    kl: Finite
+    repeat_nll: Finite = Field(description="|difference| of a repeated baseline")
+    rechunk_nll: Finite = Field(description="|difference| under another head chunk and batch")
+    rechunk_kl: Finite
+    tiny_flip_rate: Finite = Field(description="a tenth of the lowest rate")
+    tiny_flip_seeds: int
+    tiny_flip_nll_sd: Finite = Field(description="spread (standard deviation) over seeds of a flip at that rate")
+    tiny_flip_kl_sd: Finite
+
+
+class Arm(Part):
+    """One cell of the study: one recipe, one seed."""
+
+    rate: Finite
+    arm: str = Field(description="outlier, other, all; or magnitude_<pool> for the sign-preserving control")
+    matching: Literal["count", "rate", "energy"]
+    seed: int
+    flips: int = Field(description="entries perturbed")
+    zeros: int = Field(0, description="of these, entries that are exactly zero, where a flip does nothing")
+    relative_norm: Finite | None = Field(None, description="||dW||_F / ||W||_F over the touched matrices")
+    delta_nll: Finite | None
+    delta_ppl: Finite | None
+    kl: Finite | None = Field(description="KL(clean || perturbed), nats per token")
+    delta_nll_windows: tuple[Finite, ...] = ()
+    kl_windows: tuple[Finite, ...] = ()
+    checksum_before: str
+    checksum_during: str
+    checksum_after: str
+    recipe: str = Field(description="recipe string; with `outlier_columns` of the record it replays exactly")
+    status: Status = "ok"
+
+
+class Mean(Part):
+    """Mean response of one arm over seeds, with Student's t interval."""
+
+    rate: Finite
+    arm: str
+    matching: str
+    response: Response
+    seeds: int
+    mean: Finite | None
+    sd: Finite | None
+    ci_low: Finite | None
+    ci_high: Finite | None
+    above_floor: bool
+    status: Status = "ok"
+
+
+class Leverage(Part):
+    """Ratio of two mean responses, with an interval over seeds."""
+
+    rate: Finite
+    matching: str
+    response: Response
+    numerator: str = "outlier"
+    denominator: str = Field("other", description="other, all, or magnitude_*")
+    ratio: Finite | None
+    ci_low: Finite | None
+    ci_high: Finite | None
+    bootstrap_low: Finite | None = None
+    bootstrap_high: Finite | None = None
+    confidence: Finite = 0.95
+    status: Status
+    reason: str = ""
+
+
+class Curve(Part):
+    """Response against rate: slope of the log-log line and how far it stays linear."""
+
+    arm: str
+    matching: str
+    response: Response
+    slope: Finite | None = Field(description="1 where the response is proportional to the number of flips")
+    slope_se: Finite | None
+    linear_up_to: Finite | None = Field(description="largest rate not distinguishable from linear")
+    note: str = ""
+
+
+class Amplitude(Part):
+    """Input-activation amplitude of one matrix (THEORY 1.5)."""
+
+    matrix: str
+    role: str
+    block: int | None = None
+    in_features: int
+    n_outliers: int
+    n_alpha2_outlier: Finite = Field(description="n * mean of alpha_j^2 over outlier columns; 1 is no outlier at all")
+    n_alpha2_other: Finite
+    energy_share: Finite = Field(description="share of E||x||^2 the outlier columns carry")
+    weighted_outlier: Finite = Field(description="the same with alpha_j^2 weighted by the column energy ||W_:j||^2")
+    weighted_other: Finite
+    alpha_sorted: tuple[Finite, ...] = Field((), description="alpha_j sorted, largest first, thinned to <= 64 points")
+    alpha_rank: tuple[int, ...] = Field((), description="rank (1 = largest) of each point of alpha_sorted")
+
+
+class Prediction(Part):
+    """What amplitudes alone predict, averaged over matrices (THEORY 1.5)."""
+
+    n_alpha2_outlier: Finite = Field(description="predicted leverage of outlier over all columns")
+    ratio_outlier_other: Finite | None = Field(description="predicted leverage of outlier over other columns")
+    weighted_outlier_all: Finite
+    weighted_outlier_other: Finite | None
+
+
+class Published(Part):
+    """A published figure, printed beside ours, never mixed with it."""
+
+    rate: Finite
+    flips: int | None
+    delta_nll_outlier: Finite | None
+    delta_nll_other: Finite | None
+    ratio: Finite | None
+    source: str
+
+
+class Record(BaseModel):
+    """Keys every command's record has (DESIGN 4)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    schema_version: str = SCHEMA_VERSION
+    command: str
+    model: ModelInfo
+    protocol: ProtocolInfo | None
+    environment: Environment
+    timing: Timing | None = None
+    status: Status
+    notes: tuple[str, ...] = Field((), description="everything a reader must know before quoting a figure")
+
+    def save(self, path: Path) -> Path:
+        """Write the record as JSON, atomically.
+
+        Args:
+            path: Target file; its folder is created.
+
+        Returns:
+            The path written.
+        """
+        return write_atomically(path, self.model_dump_json(indent=2) + "\n")
+
+
+class LeverageRecord(Record):
+    """Result of the leverage study."""
+
+    command: Literal["leverage", "demo"] = "leverage"
+    calibration: ProtocolInfo | None = None
+    fraction: Finite
+    selected_by: Literal["energy", "mean_abs"]
+    baseline: Baseline
+    noise_floor: NoiseFloor
+    arms: tuple[Arm, ...]
+    means: tuple[Mean, ...]
+    leverage: tuple[Leverage, ...]
+    curves: tuple[Curve, ...] = ()
+    amplitude: tuple[Amplitude, ...]
+    prediction: Prediction
+    outlier_columns: dict[str, tuple[int, ...]] = Field(description="frozen selection; makes every recipe replayable")
+    targets: tuple[str, ...] = Field((), description="matrices the arms may touch, when fewer than all block matrices")
+    published: tuple[Published, ...] = ()
+
+
+class Difference(Part):
+    """A figure with its 95 % interval."""
+
+    value: Finite | None
+    ci_low: Finite | None
+    ci_high: Finite | None
+
+
+class PerplexityRecord(Record):
+    """Result of ``ternary-probe perplexity``."""
+
+    command: Literal["perplexity"] = "perplexity"
+    nll: Finite = Field(description="nats per scored token")
+    token_perplexity: Finite | None
+    word_perplexity: Finite | None
+    byte_perplexity: Finite | None
+    ci_low: Finite | None = Field(description="95 % interval of the token perplexity over windows (a claim about text)")
+    ci_high: Finite | None
+    tokens_scored: int
+    nll_windows: tuple[Finite, ...] = ()
+
+
+class MatrixInfo(Part):
+    """One row of ``inspect``: a weight matrix the perturbations can touch."""
+
+    matrix: str
+    role: str
+    block: int | None
+    out_features: int
+    in_features: int
+    dtype: str
+    aliases: tuple[str, ...] = ()
+
+
+class NormInfo(Part):
+    """One row of ``inspect``: a norm, classified by probing it."""
+
+    norm: str
+    kind: str
+    position: str
+    block: int | None
+    readers: int
+    plantable: bool
+
+
+class CheckInfo(Part):
+    """A capability and whether it reproduced the plain way of computing on this model."""
+
+    check: str
+    passed: bool | None
+    difference: Finite | None
+    note: str = ""
+
+
+class InspectRecord(Record):
+    """Result of ``ternary-probe inspect``: what would be touched, and what would not."""
+
+    command: Literal["inspect"] = "inspect"
+    blocks: tuple[str, ...]
+    skip: str
+    backbone: str | None
+    head: str | None
+    final_norm: str | None
+    matrices: tuple[MatrixInfo, ...]
+    norms: tuple[NormInfo, ...]
+    unhandled: dict[str, str] = Field(description="name to reason")
+    accounted: Finite = Field(description="share of parameters accounted for")
+    checks: tuple[CheckInfo, ...]
+
+
+def write_atomically(path: Path, content: str | bytes) -> Path:
+    """Write a file so that a reader sees the old content or the whole new one, never a part.
+
+    Args:
+        path: Target; missing parent folders are made.
+        content: Text (UTF-8) or bytes.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ProbeError: If the folder cannot be written to or the disk is full; the old file is left as it was.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.chmod(temporary, 0o644)  # noqa: PTH101 - mkstemp made it private
+        os.replace(temporary, path)  # noqa: PTH105
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)  # noqa: PTH108
+        reason = error.strerror or str(error)
+        raise ProbeError(
+            f"cannot write {path}: {reason.lower()}; free space or choose another folder with --out"
+        ) from error
+    return path
+
+
+def load_record(path: Path) -> Record:
+    """Read a record back, as the class its ``command`` names.
+
+    Args:
+        path: A JSON file written by `Record.save`.
+
+    Returns:
+        The record.
+
+    Raises:
+        ProbeError: If the file is missing, not JSON, or not a record of this schema.
+    """
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProbeError(f"cannot read record {path}: {(error.strerror or str(error)).lower()}") from error
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ProbeError(f"{path} is not a JSON record: {error}") from error
+    kinds: dict[str, type[Record]] = {
+        "leverage": LeverageRecord,
+        "demo": LeverageRecord,
+        "perplexity": PerplexityRecord,
+        "inspect": InspectRecord,
+    }
+    kind = kinds.get(str(data.get("command")) if isinstance(data, dict) else "")
+    if kind is None:
+        raise ProbeError(f"{path} is not a ternary-probe record: it has no known 'command'")
+    try:
+        return kind.model_validate(data)
+    except ValueError as error:
+        raise ProbeError(f"{path} does not match schema {SCHEMA_VERSION}: {error}") from error
