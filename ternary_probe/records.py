@@ -341,6 +341,100 @@ class InspectRecord(Record):
     checks: tuple[CheckInfo, ...]
 
 
+class MatrixQuantization(Part):
+    """One matrix under one ternary scheme."""
+
+    matrix: str
+    role: str
+    block: int | None
+    scheme: str
+    cos2: Finite | None = Field(description="squared cosine between weight and quantized weight")
+    cos2_gaussian: Finite | None = Field(description="the same for a Gaussian weight (closed form)")
+    relative_error: Finite | None = Field(description="||q - w||^2 / ||w||^2")
+    relative_error_gaussian: Finite | None
+    sparsity: Finite | None = Field(description="share of entries that became 0")
+    radial_fraction: Finite | None = Field(
+        description="share of the output error along the stream at the next norm's input; null where not applicable"
+    )
+    radial_note: str = ""
+    bits_per_weight: Finite | None = Field(description="2-bit packing, scales included")
+    zero_units: int = Field(0, description="rows, groups or tensors that hold nothing but zeros")
+    grid: str | None = Field(None, description="a k-bit grid the original matrix lies on already")
+
+
+class QuantizedArm(Part):
+    """The whole model under one perturbation of the norm of a scheme's error, against the clean model."""
+
+    scheme: str
+    arm: Literal["ternary", "sign_flip", "magnitude"]
+    seed: int | None = Field(description="null for the quantizer, which draws nothing")
+    relative_norm: Finite | None = Field(description="||dW||_F / ||W||_F over the touched matrices")
+    delta_nll: Finite | None
+    ci_low: Finite | None = Field(description="95 % interval of delta_nll over windows, paired")
+    ci_high: Finite | None
+    delta_ppl: Finite | None
+    kl: Finite | None = Field(description="KL(clean || perturbed), mean, nats per token")
+    kl_reverse: Finite | None = Field(description="KL(perturbed || clean), mean")
+    kl_quantiles: tuple[Finite, ...] = Field((), description="50, 90, 99, 99.9 % and maximum of KL(clean || perturbed)")
+    kl_reverse_quantiles: tuple[Finite, ...] = ()
+    top1_agreement: Finite | None = Field(description="share of tokens with the same most likely next token")
+    checksum_before: str
+    checksum_during: str
+    checksum_after: str
+    recipe: str
+    status: Status = "ok"
+
+
+class NormEnergy(Part):
+    """What a perturbation of the whole model does to the input of one norm."""
+
+    scheme: str
+    arm: Literal["ternary", "sign_flip", "magnitude"]
+    norm: str
+    block: int | None
+    position: str
+    total: Finite = Field(description="energy of the change over energy of the clean input")
+    transverse: Finite
+    radial_fraction: Finite | None
+
+
+class PlantedOutliers(Part):
+    """How a scheme takes function-preserving outlier columns of a given strength."""
+
+    k: Finite
+    scheme: str
+    baseline_shift: Finite = Field(description="change of the clean NLL by planting alone: should be rounding")
+    relative_error: Finite = Field(description="||q - w||^2 / ||w||^2 over all matrices")
+    delta_nll: Finite | None
+    kl: Finite | None
+    status: Status = "ok"
+
+
+class Kinship(Part):
+    """Does ternary error act like the harmless or the harmful kind of noise of its norm, here?"""
+
+    scheme: str
+    response: Response
+    ternary: Finite | None
+    sign_flip: Finite | None = Field(description="mean over seeds")
+    magnitude: Finite | None
+    acts_like: Literal["sign_flip", "magnitude", "between", "beyond", "undecided"]
+    reason: str = ""
+
+
+class QuantizeRecord(Record):
+    """Result of ``ternary-probe quantize``."""
+
+    command: Literal["quantize"] = "quantize"
+    baseline: Baseline
+    quantized: tuple[QuantizedArm, ...]
+    kinship: tuple[Kinship, ...]
+    matrices: tuple[MatrixQuantization, ...]
+    energies: tuple[NormEnergy, ...] = ()
+    planted: tuple[PlantedOutliers, ...] = ()
+    saved: str | None = Field(None, description="folder of the saved checkpoint")
+
+
 def write_atomically(path: Path, content: str | bytes) -> Path:
     """Write a file so that a reader sees the old content or the whole new one, never a part.
 
@@ -399,6 +493,7 @@ def load_record(path: Path) -> Record:
         "demo": LeverageRecord,
         "perplexity": PerplexityRecord,
         "inspect": InspectRecord,
+        "quantize": QuantizeRecord,
     }
     kind = kinds.get(str(data.get("command")) if isinstance(data, dict) else "")
     if kind is None:

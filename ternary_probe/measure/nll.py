@@ -1,0 +1,267 @@
+"""Negative log-likelihood and KL divergence, without ever holding full logits.
+
+The head is applied in chunks of tokens by the model itself (soft caps, scalings and biases are its own). Per token the
+log-softmax is fp32 at least; sums over tokens are fp64: half-precision log-softmax is wrong by up to 0.045 nat a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ternary_probe.errors import ProbeError
+from ternary_probe.measure.finite import explain_non_finite
+
+if TYPE_CHECKING:
+    from ternary_probe.anatomy import Anatomy
+    from ternary_probe.text import Windows
+
+Vector = NDArray[np.float64]
+
+HEAD_BYTES = 32 << 20
+_ROWS = 16  # matrix kernels treat rows alike in multiples of 16, so any such chunk gives the same bits
+
+
+@dataclass(frozen=True)
+class NllResult:
+    """NLL of a text, nats: fp64 sums and token counts per window."""
+
+    sums: Vector
+    counts: NDArray[np.int64]
+    tokens: tuple[NDArray[np.float32], ...] | None = None
+    """Per-token NLL of each window's scored tokens, on request."""
+
+    @property
+    def mean(self) -> float:
+        """Mean NLL, nats per scored token."""
+        return float(self.sums.sum() / self.counts.sum())
+
+    @property
+    def windows(self) -> Vector:
+        """Mean NLL of each window, shape ``[n]``."""
+        return self.sums / self.counts
+
+    @property
+    def perplexity(self) -> float | None:
+        """Token perplexity ``exp(mean)``; ``None`` where it overflows."""
+        return perplexity(self.mean)
+
+
+class Response(NamedTuple):
+    """What a perturbation did, per scored token."""
+
+    nll: NllResult
+    kl: NllResult | None
+    """KL(clean || perturbed), in the same container; ``None`` without a clean reference."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The clean model on a text: its NLL and the final hidden states, from which its logits are recomputed."""
+
+    result: NllResult
+    states: tuple[torch.Tensor, ...]
+    """One ``[L, d]`` tensor per window, in the model's dtype."""
+
+
+def perplexity(nll: float) -> float | None:
+    """Return ``exp(nll)``, or ``None`` where that overflows.
+
+    Args:
+        nll: Nats per token (or word, or byte).
+
+    Returns:
+        The perplexity.
+    """
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return None
+
+
+class Evaluator:
+    """Scores one text on one model, again and again.
+
+    Args:
+        anatomy: The model's anatomy; the model is called as it is at that moment, perturbed or not.
+        windows: The text.
+        batch: Windows per backbone call. One is as fast on a CPU and leanest.
+        head_bytes: Upper bound for a chunk of fp32 logits, in bytes.
+        rows: Rows of a chunk, instead of the size in bytes.
+
+    Raises:
+        ProbeError: If the model does not hold the head's invariants (chunked logits differ from its own).
+    """
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        windows: Windows,
+        *,
+        batch: int = 1,
+        head_bytes: int = HEAD_BYTES,
+        rows: int | None = None,
+    ) -> None:
+        check = anatomy.checks.get("chunked_head")
+        if check is not None and check.passed is False:
+            raise ProbeError(
+                f"this model's logits cannot be computed in chunks ({check.note or 'they differ from its own'}); "
+                "NLL of it is not supported"
+            )
+        self.anatomy = anatomy
+        self.windows = windows
+        self.batch = max(1, batch)
+        fitting = head_bytes // (4 * anatomy.head.vocab_size)
+        self.rows = rows or max(_ROWS, fitting // _ROWS * _ROWS)
+        self.evaluations = 0
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of one chunk of fp32 logits."""
+        return self.rows * self.anatomy.head.vocab_size * 4
+
+    @torch.no_grad()
+    def nll(self, *, keep_tokens: bool = False) -> NllResult:
+        """Score the text.
+
+        Args:
+            keep_tokens: Keep per-token values.
+
+        Returns:
+            The NLL.
+        """
+        return self._score(None, keep_tokens=keep_tokens).nll
+
+    @torch.no_grad()
+    def reference(self) -> Reference:
+        """Score the text with the clean model and keep its final hidden states.
+
+        Returns:
+            The reference for `response`.
+        """
+        kept: list[torch.Tensor] = []
+        result = self._score(None, keep_states=kept)
+        return Reference(result.nll, tuple(kept))
+
+    @torch.no_grad()
+    def response(self, reference: Reference) -> Response:
+        """Score the text with the model as it is now, against the clean reference.
+
+        The clean logits are recomputed with the *present* head, so a perturbation must not touch the head's weights.
+
+        Args:
+            reference: From `reference`, on the same text and the clean model.
+
+        Returns:
+            NLL and KL. Non-finite values are returned as they are: a broken arm is a result, not an accident.
+        """
+        return self._score(reference)
+
+    @torch.no_grad()
+    def response_without_reference(self) -> Response:
+        """Score the text with the model as it is now: NLL only, non-finite values returned as they are.
+
+        Returns:
+            The NLL; no KL.
+        """
+        return self._score(None, explain=False)
+
+    def paired_logits(
+        self, reference: Reference
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield clean and present logits of the scored tokens side by side, a chunk at a time.
+
+        Args:
+            reference: The clean model on the same text.
+
+        Yields:
+            ``(window, clean [rows, vocabulary], present [rows, vocabulary], targets [rows])``.
+        """
+        self.evaluations += 1
+        for index, states in self._states():
+            for part, mask in self._parts(index):
+                keep = mask.to(states.device)
+                if keep.any():
+                    now, clean = (self._logits(s[part])[keep] for s in (states, reference.states[index]))
+                    yield index, clean, now, self.windows.targets[index][part].to(now.device)[keep]
+
+    def _parts(self, index: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the chunks of a window that hold scored tokens, with the mask of those."""
+        scored = self.windows.scored[index]
+        first = int(scored.nonzero()[0]) // _ROWS * _ROWS
+        for start in range(first, len(scored), self.rows):
+            part = slice(start, start + self.rows)
+            yield part, scored[part]
+
+    def _score(
+        self,
+        reference: Reference | None,
+        *,
+        keep_tokens: bool = False,
+        keep_states: list[torch.Tensor] | None = None,
+        explain: bool = True,
+    ) -> Response:
+        self.evaluations += 1
+        n = len(self.windows.inputs)
+        sums, kls = np.zeros(n), np.zeros(n)
+        tokens: list[NDArray[np.float32]] = []
+        counts = self.windows.scored.sum(1).numpy().astype(np.int64)
+        for index, states in self._states():
+            if keep_states is not None:
+                keep_states.append(states.clone())
+            clean = None if reference is None else reference.states[index]
+            nll, kl = self._window(index, states, clean)
+            sums[index] = nll.double().sum().item()
+            if kl is not None:
+                kls[index] = kl.double().sum().item()
+            if keep_tokens:
+                tokens.append(nll.float().cpu().numpy())
+            if explain and reference is None and not math.isfinite(sums[index]):
+                raise explain_non_finite(self.anatomy, self._inputs(slice(index, index + 1)))
+        result = NllResult(sums, counts, tuple(tokens) if keep_tokens else None)
+        return Response(result, None if reference is None else NllResult(kls, counts))
+
+    def _inputs(self, where: slice) -> torch.Tensor:
+        return self.windows.inputs[where].to(self.anatomy.input_device)
+
+    def _states(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield ``(window index, final hidden states [L, d])``."""
+        for start in range(0, len(self.windows.inputs), self.batch):
+            states = self.anatomy.head.states(self._inputs(slice(start, start + self.batch)))
+            for offset in range(states.shape[0]):
+                yield start + offset, states[offset]
+
+    def _window(
+        self, index: int, states: torch.Tensor, clean: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return NLL and KL of one window's scored tokens, shape ``[scored]`` each."""
+        pieces: list[torch.Tensor] = []
+        kls: list[torch.Tensor] = []
+        for part, mask in self._parts(index):
+            logits = self._logits(states[part])
+            targets = self.windows.targets[index][part].to(logits.device)
+            log_z = logits.logsumexp(-1)
+            nll = log_z - logits.gather(-1, targets[:, None]).squeeze(-1)
+            pieces.append(nll[mask.to(nll.device)])
+            if clean is not None:
+                kls.append(_kl(self._logits(clean[part]), logits, log_z)[mask.to(nll.device)])
+        return torch.cat(pieces), torch.cat(kls) if clean is not None else None
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        logits = self.anatomy.head.logits(rows)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _kl(clean: torch.Tensor, perturbed: torch.Tensor, perturbed_log_z: torch.Tensor) -> torch.Tensor:
+    """Return KL(clean || perturbed) per row; both logits are used up to save memory. Equal rows give exactly 0."""
+    clean -= clean.logsumexp(-1, keepdim=True)
+    perturbed -= perturbed_log_z[:, None]
+    difference = torch.sub(clean, perturbed, out=perturbed)
+    divergence: torch.Tensor = torch.linalg.vecdot(clean.exp_(), difference)
+    return divergence

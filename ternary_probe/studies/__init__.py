@@ -1,0 +1,1 @@
+"""Studies combine perturbing and measuring into records."""
