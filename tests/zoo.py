@@ -5,11 +5,14 @@ Every parameter carries noise and neutral multipliers are set to something else,
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+
+from ternary_probe import anatomy
 
 VOCABULARY = 256
 WIDTH = 32
@@ -82,11 +85,24 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GPTNeoXConfig",
         {"num_key_value_heads": None, "use_parallel_residual": False},
     ),
+    "bloom": (
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"intermediate_size": None, "num_key_value_heads": None, "max_position_embeddings": None},
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    ),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
 NAMES = tuple(_KINDS)
 """Every model that `build` knows."""
+
+SPARSE = ("mixtral", "gpt_oss")
+"""Those with experts in fused 3-D parameters."""
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, **overrides: Any) -> Any:
@@ -106,6 +122,12 @@ def build(name: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, **ove
         model = getattr(transformers, model_class)._from_config(config, dtype=dtype)
     add_noise(model, seed)
     return model.eval().requires_grad_(False)
+
+
+@cache
+def examined(name: str, dtype: torch.dtype = torch.float32) -> anatomy.Anatomy:
+    """The anatomy of a model of the zoo, shared by all tests: whoever edits the model builds one of their own."""
+    return anatomy.examine(build(name, dtype))
 
 
 @torch.no_grad()

@@ -69,7 +69,7 @@ class Anatomy:
     @cached_property
     def head(self) -> ChunkedHead:
         """The model's own head, to be applied in chunks."""
-        return ChunkedHead(self.model, self.backbone_name, self.vocab_size)
+        return ChunkedHead(self)
 
     @property
     def backbone_name(self) -> str | None:

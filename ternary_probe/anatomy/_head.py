@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from ternary_probe.anatomy._blocks import Block
 from ternary_probe.anatomy._trace import Call, Trace, call_options, logits_of
 from ternary_probe.errors import ProbeError
+
+if TYPE_CHECKING:
+    from ternary_probe.anatomy._anatomy import Anatomy
 
 
 class HeadError(ProbeError):
@@ -65,20 +68,27 @@ class _ReachedError(BaseException):
 class ChunkedHead:
     """The model's own head, applied to any rows of hidden states: soft caps, scalings and biases stay the model's business.
 
+    Args:
+        anatomy: The model's anatomy.
+
     Attributes:
         vocab_size: Number of logits a row gets.
+
+    Raises:
+        HeadError: If the model has no head that could be told from its backbone.
     """
 
-    def __init__(self, model: nn.Module, backbone_name: str | None, vocab_size: int) -> None:
-        if backbone_name is None:
+    def __init__(self, anatomy: Anatomy) -> None:
+        if anatomy.backbone is None:
             raise HeadError(
-                f"{type(model).__name__} has no language-model head after its blocks: load a causal language model"
+                f"{type(anatomy.model).__name__} has no language-model head after its blocks: "
+                "load a causal language model"
             )
-        self._model = model
-        self._backbone = model.get_submodule(backbone_name)
-        self._options = call_options(model)
+        self._model = anatomy.model
+        self._backbone = anatomy.model.get_submodule(anatomy.backbone.name)
+        self._options = call_options(anatomy.model)
         self._template: Any = None
-        self.vocab_size = vocab_size
+        self.vocab_size = anatomy.vocab_size
 
     def states(self, input_ids: Tensor) -> Tensor:
         """Run the model up to its head.

@@ -228,18 +228,19 @@ def _fit(x: Tensor, y: Tensor, outputs: list[tuple[int, str, Tensor]]) -> Fit | 
     A child may add the residual itself: then the block's output is the child's, and its own parts tell more.
     """
     best: Fit | None = None
+    rounding = max(4 * torch.finfo(y.dtype).eps, 1e-5)
     for depth in sorted({depth for depth, _, _ in outputs}) or [0]:
         frontier = [(n, t) for d, n, t in outputs if d == depth or (d < depth and not _has_inner(n, outputs))]
         fit = _least_squares(x, y, _distinct(frontier))
-        if best is None or fit.residual < 0.5 * best.residual or _shows_input(fit, best):
+        if best is None or fit.residual < 0.5 * best.residual or _shows_input(fit, best, rounding):
             best = fit
-        if best.residual < 16 * torch.finfo(y.dtype).eps and abs(best.skip) > _NEGLIGIBLE:
+        if best.residual < rounding and abs(best.skip) > _NEGLIGIBLE:
             break
     return best
 
 
-def _shows_input(fit: Fit, best: Fit) -> bool:
-    return abs(best.skip) < _NEGLIGIBLE < abs(fit.skip) and fit.residual <= max(2 * best.residual, 1e-5)
+def _shows_input(fit: Fit, best: Fit, rounding: float) -> bool:
+    return abs(best.skip) < _NEGLIGIBLE < abs(fit.skip) and fit.residual <= max(2 * best.residual, rounding)
 
 
 def _has_inner(name: str, outputs: list[tuple[int, str, Tensor]]) -> bool:

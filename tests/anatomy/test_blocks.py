@@ -24,7 +24,7 @@ KINDS = dict.fromkeys(zoo.NAMES, "pre") | {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_kind_of_skip(name, dtype):
-    found = anatomy.examine(zoo.build(name, dtype))
+    found = zoo.examined(name, dtype)
     assert [block.kind for block in found.blocks] == [KINDS[name]] * 2
     assert [block.index for block in found.blocks] == [0, 1]
     assert found.residual_stream.kind == KINDS[name]

@@ -13,8 +13,8 @@ from ternary_probe.errors import ProbeError
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_logits_in_chunks_are_the_dense_logits(name, dtype):
-    model = zoo.build(name, dtype)
-    found = anatomy.examine(model)
+    found = zoo.examined(name, dtype)
+    model = found.model
     ids = zoo.token_ids(2, 32)
     dense = zoo.dense_logits(model, ids).flatten(0, 1)
     with torch.no_grad():
@@ -28,8 +28,8 @@ def test_logits_in_chunks_are_the_dense_logits(name, dtype):
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite", "cohere", "phi"])
 def test_the_plain_product_with_the_heads_matrix_is_wrong_so_the_test_above_says_something(name):
-    model = zoo.build(name)
-    found = anatomy.examine(model)
+    found = zoo.examined(name)
+    model = found.model
     with torch.no_grad():
         plain = found.head.states(zoo.token_ids()) @ found.head_matrix.view().T
     assert (plain - zoo.dense_logits(model, zoo.token_ids())).abs().max() > 0.1
@@ -60,8 +60,7 @@ def test_a_fresh_head_can_be_applied_before_any_states_were_computed():
     found = anatomy.examine(model)
     with torch.no_grad():
         rows = found.head.states(zoo.token_ids())[0]
-        fresh = anatomy.ChunkedHead(model, found.backbone_name, found.vocab_size)
-        assert torch.equal(fresh.logits(rows), found.head.logits(rows))
+        assert torch.equal(anatomy.ChunkedHead(found).logits(rows), found.head.logits(rows))
 
 
 def test_gradients_flow_through_states_and_chunks_as_through_the_model():
@@ -108,7 +107,7 @@ def test_a_model_without_a_head_is_refused():
     ],
 )
 def test_backbone_and_head_are_told_apart(name, backbone, head):
-    found = anatomy.examine(zoo.build(name))
+    found = zoo.examined(name)
     assert found.backbone_name == backbone
     assert found.head_name == head
     assert found.head_matrix is found.matrix(head)

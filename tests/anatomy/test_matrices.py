@@ -12,7 +12,7 @@ from ternary_probe import anatomy
 from ternary_probe.errors import ProbeError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-LAYOUTS = ["llama", "gpt2", "mixtral"]  # (out, in), (in, out), (experts, out, in)
+LAYOUTS = ["llama", "gpt2", "mixtral", "gpt_oss"]  # (out, in), (in, out), (experts, out, in), (experts, in, out)
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,7 +30,7 @@ def recorded_call(model, owner, ids):
     return kept["args"], kept["kwargs"]
 
 
-@pytest.mark.parametrize("name", [n for n in zoo.NAMES if n != "mixtral"])
+@pytest.mark.parametrize("name", [n for n in zoo.NAMES if n not in zoo.SPARSE])
 def test_raising_one_entry_moves_only_its_output_by_its_input(name):
     model = zoo.build(name)
     checked = 0
@@ -76,7 +76,7 @@ def test_expert_matrices_are_oriented_as_the_formula_written_out_says(implementa
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_flip_negates_the_named_logical_entries_and_undoes_itself_bit_for_bit(name, dtype):
     # torch has no grouped product in float64
-    model = zoo.build(name, dtype, **({"experts_implementation": "eager"} if name == "mixtral" else {}))
+    model = zoo.build(name, dtype, **({"experts_implementation": "eager"} if name in zoo.SPARSE else {}))
     before = {key: parameter.clone() for key, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
     for matrix in anatomy.examine(model).block_matrices:
@@ -137,16 +137,18 @@ def test_view_shares_the_live_storage_also_after_the_parameter_was_replaced():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_every_parameter_is_accounted_for_and_every_weight_of_a_product_is_found(name, dtype):
-    model = zoo.build(name, dtype)
-    found = anatomy.examine(model)
+    found = zoo.examined(name, dtype)
+    model = found.model
     assert found.accounted.total == sum(parameter.numel() for parameter in model.parameters())
     assert found.accounted.fraction == 1
     assert not found.unhandled
     contracted = {key for m in found.matrices for key in (m.parameter_name, *m.aliases)}
     head = model.get_output_embeddings().weight
     for key, parameter in model.named_parameters(remove_duplicate=False):
-        table = any(part in key for part in ("embed_positions", "wpe", "embed_tokens", "wte", "embed_in"))
-        expected = parameter.dim() >= 2 and (not table or parameter is head)
+        table = any(
+            part in key for part in ("embed_positions", "wpe", "word_embeddings", "embed_tokens", "wte", "embed_in")
+        )
+        expected = parameter.dim() >= 2 and "bias" not in key and (not table or parameter is head)
         assert (key in contracted) == expected, key
 
 

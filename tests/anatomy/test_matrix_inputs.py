@@ -34,7 +34,7 @@ def column_entries(matrix, columns):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [n for n in zoo.NAMES if n != "mixtral"])
+@pytest.mark.parametrize("name", [n for n in zoo.NAMES if n not in zoo.SPARSE])
 def test_tapped_rows_times_the_matrix_are_what_the_owning_module_returns(name, dtype):
     model = zoo.build(name, dtype)
     found = anatomy.examine(model)
@@ -197,3 +197,27 @@ def test_inputs_of_weights_outside_of_modules_are_watched_and_negated_like_their
             matrix.flip_signs(column_entries(matrix, column))
         assert not torch.equal(flipped, clean)
         assert torch.allclose(negated, flipped, atol=1e-6), name
+
+
+def test_a_linear_applied_to_a_transposed_activation_is_no_batch_of_matrices():
+    """torch then repeats the weight for every sequence, as a view, and multiplies in batches."""
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(40, 12)
+            self.mixer = nn.Linear(12, 9, bias=False)
+            self.head = nn.Linear(9, 40)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.table(ids).transpose(1, 2).contiguous()
+            return self.head(self.mixer(x.transpose(1, 2)))
+
+    model = seeded(Transposed)
+    found = anatomy.examine(model, input_ids=IDS)
+    matrix = found.matrix("mixer.weight")
+    assert (matrix.shape, matrix.rows_seen) == ((9, 12), 24)
+    seen = []
+    with torch.no_grad(), anatomy.tap_inputs(found, [matrix], lambda _m, x: seen.append(x.clone())):
+        model(IDS)
+    assert torch.equal(seen[0], model.table(IDS).flatten(0, 1))

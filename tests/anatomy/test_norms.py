@@ -12,7 +12,7 @@ from ternary_probe import anatomy
 from ternary_probe.errors import ProbeError
 
 ONE_PLUS = {"gemma", "gemma2", "gemma3"}
-LAYER = {"phi", "olmo", "opt", "opt_post", "gpt2", "gpt_neox", "gpt_neox_serial", "cohere"}
+LAYER = {"bloom", "phi", "olmo", "opt", "opt_post", "gpt2", "gpt_neox", "gpt_neox_serial", "cohere"}
 WITHOUT_AFFINE = {"olmo"}
 POSITIONS = {
     "llama": "pre pre pre pre final",
@@ -27,6 +27,7 @@ POSITIONS = {
     "opt_post": "post post post post",
     "gpt2": "pre pre pre pre final",
     "gpt_neox": "pre pre pre pre final",
+    "bloom": "embedding pre pre pre pre final",
     "mixtral": "pre pre pre pre final",
 }
 FINAL = {
@@ -34,6 +35,7 @@ FINAL = {
     "opt": "model.decoder.final_layer_norm",
     "opt_post": "model.decoder.layers.1.final_layer_norm",
     "gpt2": "transformer.ln_f",
+    "bloom": "transformer.ln_f",
     "gpt_neox": "gpt_neox.final_layer_norm",
     "gpt_neox_serial": "gpt_neox.final_layer_norm",
 }
@@ -42,7 +44,7 @@ FINAL = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_kind_and_effective_gain_agree_with_the_parameters(name, dtype):
-    found = anatomy.examine(zoo.build(name, dtype))
+    found = zoo.examined(name, dtype)
     assert found.norms
     for site in found.norms:
         assert site.kind == ("layer_norm" if name in LAYER else "rms_norm"), site.name
@@ -61,21 +63,21 @@ def test_kind_and_effective_gain_agree_with_the_parameters(name, dtype):
 
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_eps_is_the_modules_own(name):
-    for site in anatomy.examine(zoo.build(name)).norms:
+    for site in zoo.examined(name).norms:
         own = [getattr(site.module, key) for key in ("eps", "variance_epsilon") if hasattr(site.module, key)]
         assert site.eps == pytest.approx(own[0] if own else 1e-5, rel=0.01)
 
 
 @pytest.mark.parametrize("name", POSITIONS)
 def test_positions_by_data_flow(name):
-    found = anatomy.examine(zoo.build(name))
+    found = zoo.examined(name)
     assert " ".join(site.position for site in found.norms) == POSITIONS[name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_the_final_norm_is_the_last_before_the_head(name, dtype):
-    assert anatomy.examine(zoo.build(name, dtype)).final_norm.name == FINAL.get(name, "model.norm")
+    assert zoo.examined(name, dtype).final_norm.name == FINAL.get(name, "model.norm")
 
 
 def test_readers_of_a_llama_are_the_matrices_its_code_feeds():
