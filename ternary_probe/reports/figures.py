@@ -25,7 +25,7 @@ from ternary_probe.reports.leverage_sheet import PAPER, RESPONSES, leverage_pair
 from ternary_probe.reports.rounding import percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Hashable, Iterable, Sequence
 
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
@@ -85,6 +85,8 @@ def response_curve(record: LeverageRecord) -> Figure:
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     _limits(panels[0], record)
     left_out: list[str] = []
+    several = len({m.matching for m in record.means}) > 1
+    order = list(dict.fromkeys(_series_name(m.arm, m.matching, several=several) for m in record.means))
     for axes, response in zip(panels, RESPONSES, strict=True):
         left_out += _response_panel(axes, record, response)
     caption = (
@@ -94,8 +96,12 @@ def response_curve(record: LeverageRecord) -> Figure:
         caption += f"Hollow: published figures ({PAPER}), another model. "
     if left_out:
         caption += f"Not on a log axis (no positive mean): {', '.join(left_out)}."
-    _finish(figure, "Damage against flip rate", caption, legend=_legend_entries(panels))
+    _finish(figure, "Damage against flip rate", caption, legend=_legend_entries(panels, order))
     return figure
+
+
+def _series_name(arm: str, matching: str, *, several: bool) -> str:
+    return arm.replace("_", " ") + (f", {matching}" if several else "")
 
 
 def _response_panel(axes: Axes, record: LeverageRecord, response: Response) -> list[str]:
@@ -103,13 +109,13 @@ def _response_panel(axes: Axes, record: LeverageRecord, response: Response) -> l
     series: dict[tuple[str, str], list[Mean]] = defaultdict(list)
     for mean in sorted(means, key=lambda m: m.rate):
         series[mean.matching, mean.arm].append(mean)
-    several = len({matching for matching, _ in series}) > 1
+    several = len({m.matching for m in record.means}) > 1
     looks = _looks([m.arm for m in record.means])
     left_out = []
     shown: list[Mean] = []
     for (matching, arm), points in series.items():
         positive = [m for m in points if m.mean is not None and m.mean > 0]
-        name = arm.replace("_", " ") + (f", {matching}" if several else "")
+        name = _series_name(arm, matching, several=several)
         left_out += [f"{RESPONSES[response]} {name} {percent(m.rate)}" for m in points if m not in positive]
         if not positive:
             continue
@@ -219,9 +225,10 @@ def amplitude_profile(record: LeverageRecord) -> Figure:
     for amplitude in record.amplitude:
         if amplitude.alpha_rank:
             roles[amplitude.role].append(amplitude)
-    looks = _looks(list(roles))
-    for role, members in roles.items():
-        ranks, table = _profiles(members)
+    merged = _merge({role: tuple((a.alpha_rank, a.alpha_sorted) for a in members) for role, members in roles.items()})
+    looks = _looks(list(merged.values()))
+    for first, role in merged.items():
+        ranks, table = _profiles(members := roles[first])
         table = np.where(table > 0, table, np.nan)  # a dead input has no place on a log axis
         alive = ~np.isnan(table).all(axis=0)
         ranks, table = ranks[alive], table[:, alive]
@@ -279,9 +286,10 @@ def predicted_leverage(record: LeverageRecord) -> Figure:
     for amplitude in record.amplitude:
         if amplitude.block is not None:
             roles[amplitude.role][amplitude.block].append(amplitude.n_alpha2_outlier)
-    looks = _looks(list(roles))
-    for role, blocks in roles.items():
-        look = looks[role]
+    merged = _merge({role: tuple((b, tuple(v)) for b, v in blocks.items()) for role, blocks in roles.items()})
+    looks = _looks(list(merged.values()))
+    for first, role in merged.items():
+        look, blocks = looks[role], roles[first]
         numbers = sorted(blocks)
         heights = [float(np.median(blocks[b])) for b in numbers]
         axes.plot(
@@ -355,6 +363,21 @@ def _figure() -> Figure:
     return figure
 
 
+def _merge(roles: dict[str, Hashable]) -> dict[str, str]:
+    """Name roles with the same data once, since they read one input and would hide each other: q, k and v for example.
+
+    Args:
+        roles: Role to its data.
+
+    Returns:
+        First role of each group to the group's label.
+    """
+    groups: dict[Hashable, list[str]] = defaultdict(list)
+    for role, data in roles.items():
+        groups[data].append(role)
+    return {names[0]: ", ".join(names) for names in groups.values()}
+
+
 def _grid(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.grid(visible=True, color="#DDDDDD", linewidth=0.6)
@@ -379,14 +402,19 @@ def _looks(names: list[str]) -> dict[str, Look]:
     return dict(zip(distinct, pairs, strict=False))
 
 
-def _legend_entries(panels: Iterable[Axes]) -> dict[str, Artist]:
+def _legend_entries(panels: Iterable[Axes], order: Sequence[str] = ()) -> dict[str, Artist]:
     entries: dict[str, Artist] = {}
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()
         for handle, label in zip(handles, labels, strict=True):
             entries.setdefault(str(label), handle)
-    # Measured series first, then the paper's, then reference lines.
-    return dict(sorted(entries.items(), key=lambda item: (item[0] in _REFERENCES, item[0].startswith("paper"))))
+
+    def place(label: str) -> tuple[bool, bool, int]:
+        # Measured series first, in the study's order; then the paper's, then reference lines.
+        known = order.index(label) if label in order else len(order)
+        return label in _REFERENCES, label.startswith("paper"), known
+
+    return {label: entries[label] for label in sorted(entries, key=place)}
 
 
 def _finish(figure: Figure, title: str, caption: str, legend: dict[str, Artist]) -> None:

@@ -53,14 +53,16 @@ def inspect_sheet(record: InspectRecord) -> Sheet:
 
 def _headline(record: InspectRecord) -> str:
     parameters = sum(m.out_features * m.in_features for m in record.matrices)
+    inside = sum(m.block is not None for m in record.matrices)
     total = record.model.parameters
     share = f" ({_share(parameters / total)} of the model)" if total else ""
     accounted = _share(record.accounted)
     missing = len(record.unhandled)
     rest = f"; {count(missing)} cannot be handled, listed below" if missing else "; nothing is left out"
     return (
-        f"{count(len(record.matrices))} weight matrices in {count(len(record.blocks))} blocks can be perturbed: "
-        f"{count(parameters)} entries{share}. {accounted} of all parameters are accounted for{rest}."
+        f"{count(len(record.matrices))} weight matrices can be perturbed, {count(inside)} of them in "
+        f"{count(len(record.blocks))} blocks: {count(parameters)} entries{share}. "
+        f"{accounted} of all parameters are accounted for{rest}."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from statistics import fmean
+from string import ascii_lowercase
 from typing import NamedTuple
 
 from ternary_probe.records import Curve, Leverage, LeverageRecord, Mean, Published, Response
@@ -200,16 +201,12 @@ def _some(names: tuple[str, ...], most: int = 3) -> str:
 def _leverage_table(record: LeverageRecord, pairs: tuple[Pair, ...]) -> Table:
     several = len({p.matching for p in pairs}) > 1
     rows: list[tuple[str, ...]] = []
-    reasons: dict[str, list[str]] = defaultdict(list)
+    marks = _marks(pairs)
     published = {p.rate: p for p in record.published}
     for index, pair in enumerate(pairs):
         label = f"{_arm(pair.numerator)} ÷ {_arm(pair.denominator)}" + (f", {pair.matching}" if several else "")
         ratios = [_ratio(entry) for entry in (pair.nll, pair.kl)]
-        rows.append((percent(pair.rate), label, *ratios, _predicted(record, pair), _pair_status(pair)))
-        for entry in pair.entries:
-            if entry.status != "ok":
-                where = f"{percent(pair.rate)} {label}, {RESPONSES[entry.response]}"
-                reasons[f"{entry.status.replace('_', ' ')}: {_reason(entry)}"].append(where)
+        rows.append((percent(pair.rate), label, *ratios, _predicted(record, pair), _pair_status(pair, marks)))
         if pair.rate in published and (index + 1 == len(pairs) or pairs[index + 1].rate != pair.rate):
             rows.append(_published_ratio(published.pop(pair.rate)))
     rows += [_published_ratio(p) for p in published.values()]
@@ -220,7 +217,7 @@ def _leverage_table(record: LeverageRecord, pairs: tuple[Pair, ...]) -> Table:
             "Predicted: from input amplitudes alone, n·E[α²] of the outlier columns against all, E_out[α²]/E_oth[α²] "
             "against other; in brackets the same weighted by the columns' weight energy. Predictions, not measurements."
         )
-    below += [f"{'; '.join(where)}: {reason}" for reason, where in reasons.items()]
+    below += [f"[{mark}] {reason}" for reason, mark in marks.items()]
     below += _published_notes(record.published)
     columns = (
         Column("rate"),
@@ -253,8 +250,17 @@ def _predicted(record: LeverageRecord, pair: Pair) -> str:
     return NOT_MEASURED
 
 
-def _pair_status(pair: Pair) -> str:
-    statuses = {RESPONSES[e.response]: e.status.replace("_", " ") for e in pair.entries}
+def _marks(pairs: tuple[Pair, ...]) -> dict[str, str]:
+    """Letter every reason once, in order, so that a table of many rows needs one line for each."""
+    reasons = dict.fromkeys(_reason(entry) for pair in pairs for entry in pair.entries if entry.status != "ok")
+    return {reason: ascii_lowercase[i] if i < 26 else str(i) for i, reason in enumerate(reasons)}
+
+
+def _pair_status(pair: Pair, marks: dict[str, str]) -> str:
+    statuses = {
+        RESPONSES[e.response]: e.status if e.status == "ok" else f"{e.status.replace('_', ' ')} [{marks[_reason(e)]}]"
+        for e in pair.entries
+    }
     if len(set(statuses.values())) == 1:
         return next(iter(statuses.values()))
     return "\n".join(f"{name}: {status}" for name, status in statuses.items())
@@ -306,7 +312,7 @@ def _damage_table(record: LeverageRecord) -> Table:
     columns = (
         Column("rate"),
         Column("arm", "left"),
-        Column("flips"),
+        Column("entries\nchanged" if any("magnitude" in c.arm for c in cells) else "flips"),
         Column("ΔNLL\n(nats/token)"),
         Column("ΔPPL"),
         Column("KL\n(nats/token)"),
@@ -351,16 +357,19 @@ def _curve_table(record: LeverageRecord) -> Table:
     grouped: dict[tuple[str, str], dict[str, Curve]] = defaultdict(dict)
     for curve in record.curves:
         grouped[curve.matching, curve.arm][curve.response] = curve
-    rows, notes = [], []
+    rows = []
+    notes: dict[str, list[str]] = defaultdict(list)
     for (matching, arm), curves in grouped.items():
         label = _arm(arm) + (f", {matching}" if several else "")
         cells = [text for response in RESPONSES for text in _curve_cells(curves.get(response))]
         rows.append((label, *cells))
-        notes += [f"{label}, {RESPONSES[r]}: {curves[r].note}" for r in RESPONSES if r in curves and curves[r].note]
+        for response, name in RESPONSES.items():
+            if response in curves and curves[response].note:
+                notes[curves[response].note].append(f"{label} ({name})")
     below = (
         "Slope of log response against log rate ± standard error; 1 where damage is proportional to flips.",
         "Linear up to: the largest rate that cannot be told from proportional.",
-        *notes,
+        *(f"{'; '.join(where)}: {note}" for note, where in notes.items()),
     )
     columns = (
         Column("arm", "left"),

@@ -8,11 +8,13 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ternary_probe.errors import ProbeError
-from ternary_probe.records import InspectRecord, LeverageRecord, PerplexityRecord, Record
+from ternary_probe.records import InspectRecord, LeverageRecord, PerplexityRecord, QuantizeRecord, Record, TheoryRecord
 from ternary_probe.reports.inspect_sheet import inspect_sheet
 from ternary_probe.reports.leverage_sheet import leverage_sheet
 from ternary_probe.reports.perplexity_sheet import perplexity_sheet
+from ternary_probe.reports.quantize_sheet import quantize_sheet
 from ternary_probe.reports.sheet import Sheet, Table
+from ternary_probe.reports.theory_sheet import theory_sheet
 
 CAPTIONS = {
     "response_curve": (
@@ -42,7 +44,7 @@ def to_markdown(
     """Write a record as a Markdown report with the figures of the terminal view, and the protocol in full.
 
     Args:
-        record: A leverage, perplexity or inspect record.
+        record: A leverage, perplexity, inspect, quantize or theory record.
         figures: Figure name to image file, as `ternary_probe.reports.figures.draw` returns.
         command_line: The exact command that made the record, for the section on reproduction.
         folder: Folder the report will lie in; links are relative to it. Default: that of the figures.
@@ -98,6 +100,10 @@ def _sheet(record: Record) -> Sheet:
         return perplexity_sheet(record)
     if isinstance(record, InspectRecord):
         return inspect_sheet(record)
+    if isinstance(record, QuantizeRecord):
+        return quantize_sheet(record)
+    if isinstance(record, TheoryRecord):
+        return theory_sheet(record)
     raise ProbeError(f"no report is written for a record of command {record.command!r}; use its JSON")
 
 

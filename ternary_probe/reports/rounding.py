@@ -69,7 +69,7 @@ def figure(value: float | None, digits: int = 3) -> str:
 
     Args:
         value: The figure, or None where it was not measured.
-        digits: Significant digits; whole numbers keep all their digits below 1e9.
+        digits: Significant digits; the digits of a larger whole number are zeros after them.
 
     Returns:
         The text; scientific only below 1e-4 and from 1e9 on.
@@ -81,7 +81,8 @@ def figure(value: float | None, digits: int = 3) -> str:
         return "0"
     if not TINY <= abs(value) < HUGE:
         return f"{value:.{digits - 1}e}"
-    return f"{value:.{max(0, digits - 1 - _exponent(value, digits))}f}"
+    decimals = digits - 1 - _exponent(value, digits)
+    return f"{round(value, decimals):.{max(0, decimals)}f}"
 
 
 def percent(share: float) -> str:

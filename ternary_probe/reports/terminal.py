@@ -8,11 +8,13 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ternary_probe.records import InspectRecord, LeverageRecord, PerplexityRecord
+from ternary_probe.records import InspectRecord, LeverageRecord, PerplexityRecord, QuantizeRecord, TheoryRecord
 from ternary_probe.reports.inspect_sheet import inspect_sheet
 from ternary_probe.reports.leverage_sheet import leverage_sheet
 from ternary_probe.reports.perplexity_sheet import perplexity_sheet
+from ternary_probe.reports.quantize_sheet import quantize_sheet
 from ternary_probe.reports.sheet import Fact, Sheet, Table
+from ternary_probe.reports.theory_sheet import theory_sheet
 
 
 def leverage_view(record: LeverageRecord) -> RenderableType:
@@ -51,6 +53,30 @@ def inspect_view(record: InspectRecord) -> RenderableType:
     return _render(inspect_sheet(record))
 
 
+def quantize_view(record: QuantizeRecord) -> RenderableType:
+    """Lay out a quantizer study for a terminal.
+
+    Args:
+        record: The study.
+
+    Returns:
+        Something rich can print.
+    """
+    return _render(quantize_sheet(record))
+
+
+def theory_view(record: TheoryRecord) -> RenderableType:
+    """Lay out closed forms beside simulation for a terminal.
+
+    Args:
+        record: The study.
+
+    Returns:
+        Something rich can print.
+    """
+    return _render(theory_sheet(record))
+
+
 def _render(sheet: Sheet) -> Group:
     parts: list[RenderableType] = [Text(sheet.headline[0], style="bold")]
     parts += [Text(sentence) for sentence in sheet.headline[1:]]
@@ -75,8 +101,11 @@ def _facts(facts: tuple[Fact, ...]) -> RichTable:
 def _table(table: Table) -> list[RenderableType]:
     # Text, never markup: "[20, 41]" must not be read as a style.
     shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="", padding=(0, 1, 0, 0))
+    height = max(column.header.count("\n") for column in table.columns)
     for column in table.columns:
-        shown.add_column(Text(column.header), justify=column.justify, overflow="fold", vertical="bottom")
+        # Headers stand on the rule, cells at the top of their row.
+        header = "\n" * (height - column.header.count("\n")) + column.header
+        shown.add_column(Text(header), justify=column.justify, overflow="fold")
     breaks = table.breaks if len(table.rows) > 4 else frozenset()
     for index, row in enumerate(table.rows):
         shown.add_row(*(Text(cell) for cell in row), end_section=index in breaks)

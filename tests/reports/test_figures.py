@@ -104,6 +104,21 @@ def test_the_amplitude_profile_is_the_median_over_blocks_with_its_band():
     assert band.max() == pytest.approx(profiles.max())
 
 
+def test_roles_that_read_one_input_share_a_line_instead_of_hiding_each_other():
+    record = leverage_record()
+    queries = {a.block: a for a in record.amplitude if a.role == "q_proj"}
+    shared = tuple(
+        queries[a.block].model_copy(update={"matrix": a.matrix, "role": a.role})
+        if a.role in {"k_proj", "v_proj"}
+        else a
+        for a in record.amplitude
+    )
+    for figure in (amplitude_profile, predicted_leverage):
+        labels = list(lines(figure(leverage_record(amplitude=shared)).axes[0]))
+        assert labels[0] == "q_proj, k_proj, v_proj"
+        assert "k_proj" not in labels
+
+
 def test_dead_inputs_end_a_profile_without_a_warning():
     dead = tuple(
         a.model_copy(update={"alpha_sorted": (*a.alpha_sorted[:10], *[0.0] * (len(a.alpha_sorted) - 10))})

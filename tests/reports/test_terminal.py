@@ -123,7 +123,9 @@ def test_an_inconclusive_ratio_is_bracketed_named_and_explained():
     text = shown(leverage_view(leverage_record()))
 
     assert "(38.5)" in text
-    assert f"0.1 % outlier ÷ other, ΔNLL: inconclusive: {COVERS_ZERO}" in text
+    assert re.search(r"0\.1 %  outlier ÷ other .*ΔNLL: inconclusive \[a\]", text), "the row points to its reason"
+    assert text.count(COVERS_ZERO) == 1
+    assert f"[a] {COVERS_ZERO}" in text
 
 
 def test_a_failed_arm_is_named():
@@ -195,6 +197,22 @@ def test_what_is_missing_from_a_perplexity_is_a_dash_with_a_reason():
     assert text.startswith("Token perplexity cannot be stated: it overflows at an NLL of 800.00 nats/token.")
     assert "–: too large for a number" in text
     assert "No interval: it takes at least two windows." in text
+
+
+def test_a_matrix_outside_the_blocks_is_not_counted_into_them():
+    record = inspect_record()
+    head = record.matrices[0].model_copy(update={"matrix": "lm_head", "role": "lm_head", "block": None})
+
+    text = flat(inspect_view(inspect_record(matrices=(*record.matrices, head))))
+
+    assert text.startswith("43 weight matrices can be perturbed, 42 of them in 6 blocks")
+
+
+def test_the_sign_preserving_control_is_not_called_flips():
+    control = arms()[0].model_copy(update={"arm": "magnitude_outlier"})
+
+    assert "flips" in shown(leverage_view(leverage_record())).split("Damage")[1]
+    assert "changed" in shown(leverage_view(leverage_record(arms=(*arms(), control)))).split("Damage")[1]
 
 
 def test_inspect_groups_matrices_and_lists_what_it_cannot_handle():
