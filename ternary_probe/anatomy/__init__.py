@@ -10,6 +10,7 @@ from ternary_probe.anatomy._anatomy import Anatomy, AnatomyError, examine
 from ternary_probe.anatomy._blocks import Block
 from ternary_probe.anatomy._checks import SelfCheck
 from ternary_probe.anatomy._collect import Unhandled
+from ternary_probe.anatomy._finite import NonFiniteError, explain_non_finite
 from ternary_probe.anatomy._head import ChunkedHead, HeadError
 from ternary_probe.anatomy._matrix import StorageError, WeightMatrix
 from ternary_probe.anatomy._norms import NormError, NormSite
@@ -24,6 +25,7 @@ __all__ = [
     "ChunkedHead",
     "HeadError",
     "InputError",
+    "NonFiniteError",
     "NormError",
     "NormSite",
     "ResidualStream",
@@ -32,6 +34,7 @@ __all__ = [
     "Unhandled",
     "WeightMatrix",
     "examine",
+    "explain_non_finite",
     "negate_inputs",
     "scale_inputs",
     "tap_inputs",

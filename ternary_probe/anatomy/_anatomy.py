@@ -13,6 +13,7 @@ from ternary_probe.anatomy._accounting import Accounted, account, unhandled_para
 from ternary_probe.anatomy._blocks import Block, find_blocks
 from ternary_probe.anatomy._checks import SelfCheck, run_checks
 from ternary_probe.anatomy._collect import Unhandled, collect
+from ternary_probe.anatomy._finite import explain_non_finite
 from ternary_probe.anatomy._head import Backbone, ChunkedHead, find_backbone
 from ternary_probe.anatomy._matrix import StorageError, WeightMatrix
 from ternary_probe.anatomy._norms import NormCalls, NormSite, find_norm_calls, place_norms
@@ -137,6 +138,7 @@ def examine(model: nn.Module, *, input_ids: Tensor | None = None, seed: int = 0)
 
     Raises:
         AnatomyError: If the model is in training mode, or no weight matrix can be found in it.
+        NonFiniteError: If its logits are NaN.
     """
     _require_usable(model)
     if model.training:
@@ -156,6 +158,9 @@ def examine(model: nn.Module, *, input_ids: Tensor | None = None, seed: int = 0)
 
     trace = record(model, ids)
     logits = run() if trace.switched_experts else trace.logits.float()
+    if torch.isnan(logits).any():
+        error = explain_non_finite(model, run)
+        raise error
     blocks = find_blocks(trace)
     collected = collect(model, trace, blocks)
     if not collected.matrices:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ternary_probe.anatomy import NonFiniteError
 from ternary_probe.measure.activations import Activations, InputMoments, measure_activations, outlier_amplitude
-from ternary_probe.measure.finite import NonFiniteError
 from ternary_probe.measure.nll import Evaluator, NllResult, Reference, Response, perplexity
 
 __all__ = [

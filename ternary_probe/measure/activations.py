@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ternary_probe.anatomy import tap_inputs
+from ternary_probe.measure.finite import require_finite_activation
 from ternary_probe.perturb.columns import SelectBy, top_columns
 
 if TYPE_CHECKING:
@@ -70,8 +71,6 @@ def measure_activations(
     Returns:
         The moments. Memory: two vectors per matrix.
     """
-    from ternary_probe.measure.finite import require_finite_activation
-
     squares: dict[str, torch.Tensor] = {}
     absolutes: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = {}
