@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,6 +38,10 @@ TOKENIZER_FILES = (
     "spiece.model",
     "*.bpe.model",
 )
+
+
+PACKED_METHOD = "ternary_probe"
+PACKED_PLUGIN = "ternary_probe_transformers"
 
 
 class LoadingError(ProbeError):
@@ -170,6 +176,7 @@ def load_model(
     Raises:
         LoadingError: If transformers cannot build it, or weights are missing, misshapen, dropped or on the meta device.
     """
+    packed = prepare_packed(origin)
     try:
         with quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -189,7 +196,58 @@ def load_model(
     except Exception as error:  # transformers raises nearly every type there is; --debug shows the chain
         raise LoadingError(explain(origin, error)) from error
     notes = check_weights(origin.label, model, info) + check_places(origin.label, model, placement)
+    if packed:
+        notes += unpack_weights(origin.label, model)
     return model.eval().requires_grad_(False), notes
+
+
+def prepare_packed(origin: Origin) -> bool:
+    """Register the quantizer of our packed checkpoints with transformers, if this is one.
+
+    Args:
+        origin: What will be loaded.
+
+    Returns:
+        Whether it is one.
+
+    Raises:
+        LoadingError: If it is and the plugin is not installed.
+    """
+    file = origin.folder / "config.json"
+    if "gguf_file" in origin.where or not file.is_file():
+        return False
+    claim = json.loads(file.read_bytes()).get("quantization_config")
+    if not isinstance(claim, dict) or claim.get("quant_method") != PACKED_METHOD:
+        return False
+    try:
+        importlib.import_module(PACKED_PLUGIN)
+    except ImportError as error:
+        raise LoadingError(
+            f"{origin.label} is packed by ternary_probe and {PACKED_PLUGIN}, which reads it, cannot be imported: "
+            "reinstall ternary-probe"
+        ) from error
+    return True
+
+
+def unpack_weights(label: str, model: PreTrainedModel) -> tuple[str, ...]:
+    """Turn a packed model into the dense one it stands for, bit for bit: every study needs weights it can see and edit.
+
+    Args:
+        label: The user's name for it.
+        model: The model as loaded.
+
+    Returns:
+        A note for the record.
+
+    Raises:
+        LoadingError: If packed weights are offloaded.
+    """
+    scheme = model.config.quantization_config.scheme
+    try:
+        model.dequantize()
+    except ValueError as error:
+        raise LoadingError(f"{label} cannot be unpacked: {error}") from error
+    return (f"unpacked from a packed ternary checkpoint of scheme {scheme}: the weights lie on that grid",)
 
 
 def explain(origin: Origin, error: Exception) -> str:

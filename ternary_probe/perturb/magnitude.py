@@ -50,7 +50,7 @@ class Magnitude(RandomEntries):
         filled = int((saved != 0).sum())
         delta = norm / filled**0.5 if filled else 0.0
         new = torch.add(saved, saved.sign(), alpha=delta)
-        moved = new.double().sub_(saved)  # in a half-precision dtype the constant is rounded entry by entry
+        moved = new.double() - saved  # in a half-precision dtype the constant is rounded entry by entry
         zeros, energy = int((moved == 0).sum()), float(moved.square_().sum())
         del moved
         matrix.write_columns(columns, new)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -82,7 +82,9 @@ class Ternarize(Perturbation):
             known = sorted({m.role for m in chosen})
             for role in self.roles:
                 if not fnmatch.filter(known, role):
-                    raise ProbeError(f"roles={role} matches no targeted matrix; roles there are {', '.join(known) or 'none'}")
+                    raise ProbeError(
+                        f"roles={role} matches no targeted matrix; roles there are {', '.join(known) or 'none'}"
+                    )
             chosen = [m for m in chosen if any(fnmatch.fnmatchcase(m.role, role) for role in self.roles)]
         if not chosen:
             raise ProbeError(f"recipe {self} matches no weight matrix of this model")
@@ -143,9 +145,12 @@ class Ternarize(Perturbation):
         for matrix in self.targets(anatomy):
             values = self.values(matrix)
             view = matrix.view()
+            change = _change(view, values)
+            if not change.moved:
+                yield Edit(undo=lambda: None, entries=matrix.numel, zeros=matrix.numel, delta_energy=0.0)
+                continue
             saved = view.clone()
             view.copy_(values)
-            change = _change(saved, values)
             yield Edit(
                 undo=_restoring(matrix, saved),
                 entries=matrix.numel,
@@ -179,7 +184,7 @@ def _change(before: torch.Tensor, after: torch.Tensor) -> _Change:
     return _Change(moved, float(energy))
 
 
-def _restoring(matrix: WeightMatrix, saved: torch.Tensor) -> Any:
+def _restoring(matrix: WeightMatrix, saved: torch.Tensor) -> Callable[[], None]:
     def undo() -> None:
         matrix.view().copy_(saved)
 
