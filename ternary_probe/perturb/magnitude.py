@@ -42,7 +42,7 @@ class Magnitude(RandomEntries):
         for matrix in self.targets(anatomy):
             entries = flip.draw(matrix)
             if entries.numel():
-                yield self._spread(matrix, 2 * float(matrix.read(entries).double().square().sum().sqrt()))
+                yield self._spread(matrix, flip.norm(matrix, entries))
 
     def _spread(self, matrix: WeightMatrix, norm: float) -> Edit:
         columns = torch.from_numpy(self.columns.of(matrix.name, matrix.in_features))

@@ -41,6 +41,24 @@ class SignFlip(RandomEntries):
             if entries.numel():
                 yield self._rescaled(matrix, entries) if self.matching == "energy" else self._flipped(matrix, entries)
 
+    def norm(self, matrix: WeightMatrix, entries: torch.Tensor) -> float:
+        """Return the Frobenius norm of the change to one matrix, from the weights as they are now.
+
+        Args:
+            matrix: The matrix.
+            entries: What `draw` gave for it.
+
+        Returns:
+            ``||dW||_F``, before rounding to the storage dtype.
+        """
+        own = float(matrix.read(entries).double().square().sum().sqrt())
+        return 2 * (self._yardstick(matrix) if self.matching == "energy" and own > 0 else own)
+
+    def _yardstick(self, matrix: WeightMatrix) -> float:
+        """Return the norm of the weights that the flip over all columns hits, at the same rate and seed."""
+        every = self.model_copy(update={"columns": Columns(), "matching": "rate"}).draw(matrix)
+        return float(matrix.read(every).double().square().sum().sqrt())
+
     def _flipped(self, matrix: WeightMatrix, entries: torch.Tensor) -> Edit:
         # All that can fail (memory) comes before the flip: once it is made, its undo must reach the caller.
         values = matrix.read(entries).double()
@@ -60,10 +78,9 @@ class SignFlip(RandomEntries):
     def _rescaled(self, matrix: WeightMatrix, entries: torch.Tensor) -> Edit:
         values = matrix.read(entries)
         exact = values.double()
-        every = self.model_copy(update={"columns": Columns(), "matching": "rate"}).draw(matrix)
-        wanted = matrix.read(every).double().square().sum().sqrt()
-        have = exact.square().sum().sqrt()
-        scale = float(wanted / have) if have > 0 else 0.0
+        wanted = self._yardstick(matrix)
+        have = float(exact.square().sum().sqrt())
+        scale = wanted / have if have > 0 else 0.0
         new = (exact * (1 - 2 * scale)).to(values.dtype)
         zeros, energy = int((new == values).sum()), float((new.double() - exact).square().sum())
         matrix.write(entries, new)
