@@ -96,6 +96,7 @@ class ProtocolInfo(BaseModel):
 
     name: str
     tokens_scored: int
+    notes: tuple[str, ...] = ()
 
 
 class Baseline(Part):
@@ -435,8 +436,97 @@ class QuantizeRecord(Record):
     saved: str | None = Field(None, description="folder of the saved checkpoint")
 
 
+class Simulated(Part):
+    """A figure measured in simulation beside its closed form."""
+
+    simulated: Finite | None = Field(description="mean over seeds")
+    standard_error: Finite | None = Field(description="of that mean; null with one seed")
+    ci_low: Finite | None = Field(description="Student's t interval over seeds at the record's confidence")
+    ci_high: Finite | None
+    exact: Finite | None = Field(description="closed form, exact for infinite width; null where there is none")
+    exact_width: Finite | None = Field(description="the form compared with: at the simulated width")
+    allowance: Finite = Field(0.0, description="bound of what the form at that width leaves out")
+    z: Finite | None = Field(None, description="(simulated - exact_width) / standard_error")
+    agrees: bool | None = Field(None, description="within the family-wise interval plus allowance; null: not compared")
+
+
+class TwoLayerRatio(Part):
+    """Sign-to-magnitude ratio of transverse energies in the two-layer model, at one rate."""
+
+    rate: Finite
+    ratio_simulated: Finite
+    standard_error: Finite | None
+    ci_low: Finite | None
+    ci_high: Finite | None
+    ratio_exact: Finite = Field(description="exact for infinite width")
+    ratio_exact_width: Finite = Field(description="the form compared with: at the simulated width")
+    ratio_authors: Finite = Field(description="the paper's finite-rate form")
+    ratio_paper: Finite | None = Field(description="measured and published, width 2048; null at other rates")
+    ratio_paper_spread: Finite | None = None
+    allowance: Finite
+    z: Finite | None
+    agrees: bool | None
+    radial_sign: Simulated
+    radial_magnitude: Simulated
+
+
+class NoiseShape(Simulated):
+    """The ratio of sign flips to sign-preserving noise of another shape but equal norm."""
+
+    rate: Finite
+    noise: Literal["half_normal", "multiplicative"]
+
+
+class GaussianQuantizer(Part):
+    """What a quantizer does to a Gaussian weight: closed forms, and the same figures simulated."""
+
+    scheme: str
+    cos2: Finite = Field(description="squared cosine of weight and quantized weight")
+    error_energy: Finite = Field(description="||q - w||^2 / ||w||^2")
+    radial_pre: Finite = Field(description="radial fraction of the error before the ReLU")
+    radial_post: Finite = Field(description="radial fraction after ReLU and second layer: what an RMSNorm removes")
+    output_cos2: Finite = Field(description="squared cosine of clean and quantized output")
+    nonzero: Finite = Field(description="share of entries with a nonzero code")
+    simulated: dict[str, Simulated] = Field(description="by name of the figure")
+    published: dict[str, Finite] = Field(
+        default_factory=dict, description="printed by the paper, by name of the figure"
+    )
+
+
+class DepthRatio(Simulated):
+    """Sign-to-magnitude ratio after a number of layers, every one of them perturbed."""
+
+    weights: str = Field(description="random, or the role of a real model's matrices")
+    residual: bool
+    layers: int
+    rate: Finite
+    published: Finite | None = None
+    published_source: str | None = Field(None, description="which published series, when one exists")
+
+
+class TheoryRecord(Record):
+    """Result of ``ternary-probe theory``: closed forms against simulation, beside the published figures."""
+
+    command: Literal["theory"] = "theory"
+    width: int
+    inputs: int = Field(description="input vectors per seed")
+    seeds: tuple[int, ...]
+    confidence: Finite = Field(description="of the intervals shown")
+    family_alpha: Finite = Field(description="chance that a correct program misses any form, all comparisons together")
+    comparisons: int
+    verdict: Literal["pass", "fail", "inconclusive"]
+    reason: str = ""
+    two_layer: tuple[TwoLayerRatio, ...]
+    noise_shapes: tuple[NoiseShape, ...]
+    quantizers: tuple[GaussianQuantizer, ...]
+    depth: tuple[DepthRatio, ...] = ()
+    stack: tuple[str, ...] = Field((), description="the real model's matrices that were stacked, by layer")
+
+
 def write_atomically(path: Path, content: str | bytes) -> Path:
     """Write a file so that a reader sees the old content or the whole new one, never a part.
+
+    What is no regular file (``/dev/stdout``, a pipe) is written to, not replaced.
 
     Args:
         path: Target; missing parent folders are made.
@@ -451,6 +541,9 @@ def write_atomically(path: Path, content: str | bytes) -> Path:
     data = content.encode() if isinstance(content, str) else content
     temporary: str | None = None
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_bytes(data)
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(descriptor, "wb") as handle:
@@ -459,14 +552,16 @@ def write_atomically(path: Path, content: str | bytes) -> Path:
             os.fsync(handle.fileno())
         os.chmod(temporary, 0o644)  # noqa: PTH101 - mkstemp made it private
         os.replace(temporary, path)  # noqa: PTH105
+        temporary = None
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)  # noqa: PTH108
         reason = error.strerror or str(error)
         raise ProbeError(
             f"cannot write {path}: {reason.lower()}; free space or choose another folder with --out"
         ) from error
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)  # noqa: PTH108
     return path
 
 
@@ -494,6 +589,7 @@ def load_record(path: Path) -> Record:
         "perplexity": PerplexityRecord,
         "inspect": InspectRecord,
         "quantize": QuantizeRecord,
+        "theory": TheoryRecord,
     }
     kind = kinds.get(str(data.get("command")) if isinstance(data, dict) else "")
     if kind is None:

@@ -69,6 +69,8 @@ class TwoLayerSample(NamedTuple):
     """Energy along the clean output, shape ``[arms, seeds]``, float64."""
     clean: Tensor
     """Energy of the clean output, shape ``[seeds]``, float64."""
+    inner: Tensor
+    """Inner product of the change with the clean output, shape ``[arms, seeds]``, float64."""
 
     def ratio(self, numerator: str = "sign_flip", denominator: str = "constant") -> Estimate:
         """Return the ratio of transverse energies of two arms.
@@ -93,6 +95,19 @@ class TwoLayerSample(NamedTuple):
         """
         radial = self.radial[self._index(arm)]
         return _estimate(radial / (radial + self.transverse[self._index(arm)]))
+
+    def output_cos2(self, arm: str) -> Estimate:
+        """Return the share of the perturbed output's energy that lies along the clean output.
+
+        Args:
+            arm: Name of an arm.
+
+        Returns:
+            Estimate over seeds of the squared cosine, as a ratio of sums.
+        """
+        row = self._index(arm)
+        along = self.clean + 2 * self.inner[row] + self.radial[row]
+        return _estimate(along / (along + self.transverse[row]))
 
     def _index(self, arm: str) -> int:
         if arm not in self.arms:
@@ -149,7 +164,7 @@ def two_layer(
     arms = (*noises, *quantizers)
     _check_run(rate, width=width, inputs=inputs, seeds=seeds, chunk=chunk)
     _check_names(noises, arms)
-    transverse, radial = torch.zeros(2, len(arms), len(seeds), dtype=torch.float64)
+    transverse, radial, inner = torch.zeros(3, len(arms), len(seeds), dtype=torch.float64)
     clean = torch.zeros(len(seeds), dtype=torch.float64)
     for column, seed in enumerate(seeds):
         first = _gaussian((width, width), seed, _WEIGHT).div_(math.sqrt(width)).to(device, dtype)
@@ -167,7 +182,8 @@ def two_layer(
                 split = _split_energy(change, hidden @ second.T)
                 transverse[row, column] += split.transverse
                 radial[row, column] += split.radial
-    return TwoLayerSample(arms, transverse, radial, clean)
+                inner[row, column] += split.inner
+    return TwoLayerSample(arms, transverse, radial, clean, inner)
 
 
 def depth(
@@ -312,13 +328,15 @@ def _normalised(state: Tensor, layer: int) -> Tensor:
 class _Split(NamedTuple):
     transverse: float
     radial: float
+    inner: float
 
 
 def _split_energy(change: Tensor, clean: Tensor) -> _Split:
-    direction = torch.nn.functional.normalize(clean.double(), dim=1)
-    change = change.double()
+    clean, change = clean.double(), change.double()
+    direction = torch.nn.functional.normalize(clean, dim=1)
     along = (direction * change).sum(1, keepdim=True)
-    return _Split(_energy(change - along * direction), _energy(along))
+    inner = (along * torch.linalg.vector_norm(clean, dim=1, keepdim=True)).sum()
+    return _Split(_energy(change - along * direction), _energy(along), float(inner))
 
 
 def _energy(x: Tensor) -> float:

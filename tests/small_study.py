@@ -16,7 +16,7 @@ from ternary_probe.studies.plan import LeverageOptions
 from ternary_probe.text import Windows, calibration_windows, make_windows, read_text
 
 WINDOW = 32
-OPTIONS = LeverageOptions(rates=(0.02, 0.05), seeds=(0, 1), fraction=0.1)
+OPTIONS = LeverageOptions(rates=(0.05, 0.2), seeds=(0, 1), fraction=0.1)
 """A study of seconds: 12 cells and 2 for the noise floor."""
 
 

@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ternary_probe.cli.demo import demo
 from ternary_probe.cli.doctor import doctor
 from ternary_probe.cli.inspect import inspect
 from ternary_probe.cli.leverage import leverage
 from ternary_probe.cli.perplexity import perplexity
+from ternary_probe.cli.quantize import quantize
+from ternary_probe.cli.theory import theory
 from ternary_probe.errors import ProbeError
 
+_INTERRUPTED = 130
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; typer would end it at Ctrl-C without a word."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.stderr.write("ternary-probe: interrupted; with --out, finished cells are kept and a rerun continues\n")
+            raise typer.Exit(_INTERRUPTED) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="ternary-probe",
     help="How robust is a transformer to low-bit weights?",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (demo, leverage, perplexity, inspect, doctor):
+for _command in (demo, leverage, quantize, perplexity, inspect, theory, doctor):
     app.command()(_command)
 
 _state = {"debug": False}
@@ -61,6 +78,3 @@ def main() -> None:
             raise
         sys.stderr.write(f"ternary-probe: {' '.join(str(error).split())}\n")
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.stderr.write("ternary-probe: interrupted; with --out, finished cells are kept and a rerun continues\n")
-        sys.exit(130)

@@ -97,7 +97,7 @@ def leverage(
     revision: opt.RevisionOption = None,
     allow_pickle: opt.PickleOption = False,
     trust_remote_code: opt.RemoteCodeOption = False,
-    head_mib: opt.HeadBytesOption = 32,
+    head_mib: opt.HeadOption = opt.HEAD_MIB,
     seed: opt.SeedOption = 0,
     out: opt.OutOption = None,
     json: opt.JsonOption = None,
@@ -121,9 +121,9 @@ def leverage(
         paper_counts=paper,
         head_bytes=head_mib << 20,
     )
-    cutting = TextOptions(
-        text, dataset, protocol.value, window, stride, windows or (None if paper else DEFAULT_WINDOWS), bos.value
-    )
+    if windows is None and not paper:
+        windows = DEFAULT_WINDOWS
+    cutting = TextOptions(text, dataset, protocol.value, window, stride, windows, bos.value)
     loading = LoadOptions(dtype, device, device_map, revision, allow_pickle, trust_remote_code)
     check_output(out, json)
     silent = quiet or json == "-"

@@ -68,9 +68,10 @@ StrideOption = Annotated[
     int | None, typer.Option("--stride", help="New tokens a window, for --protocol strided.", rich_help_panel=_TEXT)
 ]
 BosOption = Annotated[BosChoice, typer.Option("--bos", help="Where a BOS token stands.", rich_help_panel=_TEXT)]
-HeadBytesOption = Annotated[
+HeadOption = Annotated[
     int, typer.Option("--head-mib", min=1, help="Largest chunk of logits, MiB.", rich_help_panel=_LOADING)
 ]
+HEAD_MIB = 24
 JsonOption = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE|-", help="Write the record; '-' prints only JSON.", rich_help_panel=_OUTPUT),

@@ -30,7 +30,7 @@ def perplexity(
     revision: opt.RevisionOption = None,
     allow_pickle: opt.PickleOption = False,
     trust_remote_code: opt.RemoteCodeOption = False,
-    head_mib: opt.HeadBytesOption = 32,
+    head_mib: opt.HeadOption = opt.HEAD_MIB,
     json: opt.JsonOption = None,
     quiet: opt.QuietOption = False,
 ) -> None:

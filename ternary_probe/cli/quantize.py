@@ -46,7 +46,8 @@ def quantize(
         str | None, typer.Option("--roles", help="Roles to ternarize: down_proj,up_proj.", rich_help_panel=_STUDY)
     ] = None,
     seeds: Annotated[
-        int, typer.Option("--seeds", min=0, help="Seeds of the controls of equal norm; 0: none.", rich_help_panel=_STUDY)
+        int,
+        typer.Option("--seeds", min=0, help="Seeds of the controls of equal norm; 0: none.", rich_help_panel=_STUDY),
     ] = 4,
     plant_outliers: Annotated[
         str | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -82,7 +83,27 @@ def cut_text(loaded: LoadedModel, options: TextOptions) -> tuple[Text, Windows]:
         bos=options.bos,  # type: ignore[arg-type]
         vocab_size=vocabulary_size(loaded.model),
     )
-    return text, windows
+    return text, _checked_length(loaded, windows)
+
+
+def _checked_length(loaded: LoadedModel, windows: Windows) -> Windows:
+    """Refuse windows beyond a table of learned positions; note those beyond what the model was made for."""
+    from torch import nn
+
+    length = int(windows.inputs.shape[1])
+    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int) or length <= limit:
+        return windows
+    words = loaded.model.get_input_embeddings()
+    tables = [m.num_embeddings for m in loaded.model.modules() if isinstance(m, nn.Embedding) and m is not words]
+    if any(limit <= rows < length for rows in tables):  # some tables hold a few rows more than positions
+        raise ProbeError(
+            f"a window of {length} tokens does not fit {loaded.source.name}, which has {limit} positions: "
+            f"use --window {limit} or less"
+        )
+    note = f"a window of {length} tokens is more than the {limit} positions the model was made for"
+    protocol = windows.protocol.model_copy(update={"notes": (*windows.protocol.notes, note)})
+    return replace(windows, protocol=protocol)
 
 
 @contextlib.contextmanager
@@ -155,6 +176,8 @@ def check_output(out: Path | None, json: str | None) -> None:
 
     targets = [(out, "--out")] if out is not None else []
     if json is not None and json != "-":
+        if Path(json).is_dir():
+            raise ProbeError(f"--json {json} is a folder: name a file in it")
         targets.append((Path(json).parent, "--json"))
     for folder, option in targets:
         try:

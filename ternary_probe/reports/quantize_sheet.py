@@ -323,7 +323,7 @@ def _planted_table(record: QuantizeRecord) -> Table:
     rows = tuple(
         (
             row.scheme,
-            figure(row.k),
+            f"{row.k:g}",
             figure(row.baseline_shift, 2),
             figure(row.relative_error),
             figure(row.delta_nll),
@@ -342,8 +342,8 @@ def _planted_table(record: QuantizeRecord) -> Table:
         Column("status", "left"),
     )
     below = (
-        "Planting scales columns and their norm's gains oppositely: the clean model does not change (but for rounding), "
-        "the quantizer's task does."
+        "Planting scales a norm's gains by the strength and the columns that read them by its inverse: the clean model "
+        "changes by rounding only. Above 1 inputs stand out and their weights shrink, below 1 weights stand out."
     )
     return Table("Planted outlier columns", columns, rows, (below,), grouped=True)
 

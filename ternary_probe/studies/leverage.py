@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
 import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,7 @@ Progress = Callable[[int, int, str], None]
 """Called with (evaluations done, evaluations in all, what runs now)."""
 
 _ALPHA_POINTS = 64
+_ODD_ROWS = 41
 
 
 def run_leverage(
@@ -123,8 +126,10 @@ class _Study:
         self.others = 0
         # The clean logits are recomputed with the head as it is, so KL is out of reach once an arm edits the head.
         self.with_kl = all(m.block is not None for m in self.matrices)
-        self.cells = plan_cells(options, self.matrices, self.outlier)
-        self.noise = noise_cells(options, self.matrices, self.outlier)
+        unreached = tuple(glob.escape(name) for name in self.unreached)  # "experts[3]" is no character class
+        planned = replace(options, exclude=options.exclude + unreached)
+        self.cells = plan_cells(planned, self.matrices, self.outlier)
+        self.noise = noise_cells(planned, self.matrices, self.outlier)
 
     def _targets(self) -> list[WeightMatrix]:
         from ternary_probe.perturb import SignFlip
@@ -132,6 +137,10 @@ class _Study:
         return SignFlip(rate=1.0, seed=0, include=self.options.include, exclude=self.options.exclude).targets(
             self.anatomy
         )
+
+    @property
+    def _partial(self) -> bool:
+        return bool(self.options.include or self.options.exclude or self.unreached)
 
     @property
     def evaluations(self) -> int:
@@ -204,7 +213,7 @@ class _Study:
             amplitude=amplitudes,
             prediction=summary.predict(amplitudes),
             outlier_columns=self.outlier,
-            targets=tuple(m.name for m in self.matrices) if self.options.include or self.options.exclude else (),
+            targets=tuple(m.name for m in self.matrices) if self._partial else (),
             published=DONG2026 if self.windows.protocol.name == "dong2026" else (),
         )
 
@@ -214,6 +223,7 @@ class _Study:
             response = self._respond(reference)
         base = reference.result
         delta = response.nll.mean - base.mean
+        kl = None if response.kl is None else response.kl.mean
         arm = Arm(
             rate=cell.rate,
             arm=cell.arm,
@@ -224,14 +234,14 @@ class _Study:
             relative_norm=math.sqrt(done.delta_energy / energy) if energy > 0 else None,
             delta_nll=summary.finite(delta),
             delta_ppl=_delta_perplexity(response, reference),
-            kl=summary.finite(response.kl.mean) if response.kl is not None else None,
+            kl=None if kl is None else summary.finite(kl),
             delta_nll_windows=_finite_windows(response.nll.windows - base.windows),
             kl_windows=_finite_windows(response.kl.windows) if response.kl is not None else (),
             checksum_before=done.checksum_before,
             checksum_during=done.checksum_during,
             checksum_after=done.checksum_after,
             recipe=str(cell.recipe),
-            status="ok" if math.isfinite(delta) else "non_finite",
+            status="ok" if math.isfinite(delta) and (kl is None or math.isfinite(kl)) else "non_finite",
         )
         log.debug("%s: delta NLL %s", cell.recipe, arm.delta_nll)
         return arm
@@ -250,8 +260,9 @@ class _Study:
             self.progress(1, total, "noise floor: repeat")
             repeat = self.evaluator.nll()
             self.progress(2, total, "noise floor: another chunk and batch")
-            # 41 rows: not a multiple of what any kernel blocks by, so this is the worst chunking there is.
-            other = Evaluator(self.anatomy, self.windows, batch=self.options.batch + 1, rows=41)
+            # An odd number of rows, no multiple of what any kernel blocks by, is the worst chunking there is.
+            rows = min(_ODD_ROWS, self.windows.inputs.shape[1] // 3 | 1)
+            other = Evaluator(self.anatomy, self.windows, batch=self.options.batch + 1, rows=rows)
             again = other.response(reference)
             self.others += other.evaluations
             saved = {

@@ -11,6 +11,7 @@ import torch
 
 from ternary_probe import anatomy as anatomies
 from ternary_probe.measure import Evaluator, perplexity
+from ternary_probe.measure.nll import HEAD_BYTES
 from ternary_probe.perturb import parse
 from ternary_probe.records import Environment, PerplexityRecord, ProtocolInfo, Timing
 from ternary_probe.studies.intervals import mean_interval
@@ -28,7 +29,7 @@ def run_perplexity(
     *,
     recipe: str | None = None,
     calibration: Callable[[], Windows] | None = None,
-    head_bytes: int = 32 << 20,
+    head_bytes: int = HEAD_BYTES,
 ) -> PerplexityRecord:
     """Score a text.
 

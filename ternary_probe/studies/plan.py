@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ternary_probe.errors import ProbeError
+from ternary_probe.measure.nll import HEAD_BYTES
 from ternary_probe.perturb import Columns, Magnitude, OutlierColumns, SignFlip
 from ternary_probe.perturb.columns import SelectBy
 from ternary_probe.perturb.draw import Matching, RandomEntries, proportional_counts
@@ -53,7 +54,7 @@ class LeverageOptions:
     exclude: tuple[str, ...] = ()
     plant: OutlierColumns | None = None
     paper_counts: bool = False
-    head_bytes: int = 32 << 20
+    head_bytes: int = HEAD_BYTES
     batch: int = 1
     confidence: float = 0.95
 

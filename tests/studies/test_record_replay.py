@@ -43,5 +43,5 @@ def test_an_arm_over_planted_outliers_replays_with_the_planting():
 def test_another_model_is_refused_by_the_matrix_it_lacks():
     record = study(loaded_llama(num_hidden_layers=3), changed(rates=(0.05,)))
     smaller = anatomy.examine(loaded_llama(num_hidden_layers=2).model)
-    with pytest.raises(ProbeError, match="this model has no matrix model.layers.2"):
+    with pytest.raises(ProbeError, match=r"this model has no matrix model\.layers\.2"):
         recipe_of(record, record.arms[0], smaller)
