@@ -20,9 +20,12 @@ from ternary_probe.model_source import (
     config_object_digest,
     devices,
     dtype_notes,
+    eight_bit_notes,
     main_dtype,
     quantization_notes,
+    refuse_stray_integers,
     tie_notes,
+    zero_notes,
 )
 from ternary_probe.pretrained import (
     LoadingError,
@@ -154,6 +157,10 @@ def open_or_unpickle(folder: Path, label: str, *, allow_pickle: bool, on_hub: bo
         LoadingError: If there are no safetensors, and on the Hub pickles are not allowed.
     """
     read_config(folder)
+    if (folder / "adapter_config.json").is_file():
+        raise LoadingError(
+            f"{label} holds a PEFT adapter (adapter_config.json) beside a model: merge it into the weights, or remove it"
+        )
     if any(folder.glob("model*.safetensors*")):
         return open_checkpoint(folder)
     if allow_pickle and (on_hub or pickle_files(folder)):
@@ -190,8 +197,12 @@ def assemble(
         drop_quantization_claim(origin.label, model)
     tokenizer, problem = load_tokenizer(origin)
     notes += loading_notes + quantization_notes(model) + tie_notes(model)
-    if checkpoint is not None and dtype == "auto":
-        notes += dtype_notes(checkpoint, model)
+    if checkpoint is not None:
+        refuse_stray_integers(checkpoint, model, origin.label)
+        notes += eight_bit_notes(checkpoint, model)
+        if dtype == "auto":
+            notes += dtype_notes(checkpoint, model)
+    notes += zero_notes(origin.label, model)
     described = ModelSource(
         name=origin.label,
         kind=kind,

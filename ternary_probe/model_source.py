@@ -12,9 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ternary_probe.checkpoint import Checkpoint
+from ternary_probe.errors import ProbeError
 
 STORED_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 Kind = Literal["hub", "folder", "gguf", "demo", "memory"]
+
+_INTEGERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +157,64 @@ def dtype_notes(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[str, ..
     return (
         f"of {len(checkpoint.tensors)} tensors {stored} are stored, and loaded as {loaded} because the config says so",
     )
+
+
+def refuse_stray_integers(checkpoint: Checkpoint, model: PreTrainedModel, label: str) -> None:
+    """Refuse integers on disk where the model computes with floats and no quantization config says how to scale them.
+
+    Args:
+        checkpoint: The headers.
+        model: The model loaded from it.
+        label: The user's name for the checkpoint.
+
+    Raises:
+        ProbeError: If there is such a tensor; as a plain cast its values are off by an unknown factor.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        return
+    floats = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    stray = sorted(n for n, e in checkpoint.tensors.items() if n in floats and e.dtype in _INTEGERS)
+    if stray:
+        raise ProbeError(
+            f"{label} stores {stray[0]} as {checkpoint.tensors[stray[0]].dtype} ({len(stray)} such weights), and its config "
+            "names no quantization: without the scale the values mean nothing, dequantize the checkpoint first"
+        )
+
+
+def eight_bit_notes(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[str, ...]:
+    """Say that weights were read from fp8 without a scale.
+
+    Args:
+        checkpoint: The headers.
+        model: The model loaded from it.
+
+    Returns:
+        At most one note.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        return ()
+    count = sum(entry.dtype.startswith("F8") for entry in checkpoint.tensors.values())
+    return (f"{count} tensors are stored as fp8 and were read without a scale: the config names none",) if count else ()
+
+
+def zero_notes(label: str, model: PreTrainedModel) -> tuple[str, ...]:
+    """Look for weight matrices of nothing but zeros, as an interrupted download leaves them.
+
+    Args:
+        label: The user's name for the checkpoint.
+        model: The model loaded from it.
+
+    Returns:
+        A note naming them, if any.
+
+    Raises:
+        ProbeError: If all of them are zero.
+    """
+    floats = {n: p for n, p in model.named_parameters() if p.ndim > 1 and p.is_floating_point() and not p.is_meta}
+    # The first row is nearly always enough to tell.
+    zero = [n for n, p in floats.items() if not bool(p[:1].any()) and not bool(p.any())]
+    if floats and len(zero) == len(floats):
+        raise ProbeError(
+            f"every weight matrix of {label} is zero: its data were never written, fetch the checkpoint again"
+        )
+    return (f"{len(zero)} weight matrices are all zero: {zero[0]}",) if zero else ()

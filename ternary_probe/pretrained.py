@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -295,7 +296,13 @@ def check_weights(label: str, model: PreTrainedModel, info: dict[str, Any]) -> t
             f"{label} lacks {len(missing)} weights of the model, which would be random: {first(missing)}"
         )
     unexpected = sorted(info["unexpected_keys"])
-    dropped = [name for name in unexpected if owns_parameters(model, name.rpartition(".")[0])]
+    # A weight that differs from one of the model's in nothing but numbers belongs to a layer the config leaves out.
+    places = {re.sub(r"\d+", "*", name) for name, _ in model.named_parameters()}
+    dropped = [
+        name
+        for name in unexpected
+        if owns_parameters(model, name.rpartition(".")[0]) or re.sub(r"\d+", "*", name) in places
+    ]
     if dropped:
         raise LoadingError(
             f"{label} holds {len(dropped)} weights that its config leaves no place for: {first(dropped)}"

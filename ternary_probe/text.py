@@ -30,6 +30,8 @@ _DEFAULT_WINDOW = 512
 _DONG_WINDOW = 2048
 _DONG_WINDOWS = 10
 _NO_TARGET = -1
+_MOST_UNKNOWN = 0.5
+_FEW_TOKENS = 32
 
 
 class Protocol(BaseModel):
@@ -488,6 +490,20 @@ def _build(
     scored = predicted >= np.maximum(layout.fresh[:, None], 0)
     targets = np.where(predicted == _NO_TARGET, 0, stream.ids[predicted])
 
+    distinct = int(np.unique(inputs).size)
+    if distinct < 2 + (stream.bos_id is not None):
+        raise ProbeError(
+            f"text '{stream.text.label}' is one token repeated: its NLL says nothing about the model, give real text"
+        )
+    unknown = getattr(stream.tokenizer, "unk_token_id", None)
+    share = float((inputs == unknown).mean()) if unknown is not None else 0.0
+    if share > _MOST_UNKNOWN:
+        raise ProbeError(
+            f"{share:.0%} of text '{stream.text.label}' is unknown to tokenizer '{_name(stream.tokenizer)}': give text in "
+            "a script it knows"
+        )
+    if distinct < min(_FEW_TOKENS, inputs.size // 8):
+        notes = [*notes, f"the text has only {distinct} different tokens"]
     fragment = stream.scored_text(np.unique(predicted[scored]))
     first = max(int(layout.starts.min()) - stream.lead, 0)
     end = min(int(layout.starts.max()) + layout.reach - stream.lead, stream.total)

@@ -11,7 +11,7 @@ from ternary_probe.anatomy._blocks import Block
 from ternary_probe.anatomy._checks import SelfCheck
 from ternary_probe.anatomy._collect import Unhandled
 from ternary_probe.anatomy._finite import NonFiniteError, explain_non_finite
-from ternary_probe.anatomy._head import ChunkedHead, HeadError
+from ternary_probe.anatomy._head import ChunkedHead, HeadError, stored_as_integers
 from ternary_probe.anatomy._matrix import StorageError, WeightMatrix
 from ternary_probe.anatomy._norms import NormError, NormSite
 from ternary_probe.anatomy._skips import ResidualStream
@@ -37,5 +37,6 @@ __all__ = [
     "explain_non_finite",
     "negate_inputs",
     "scale_inputs",
+    "stored_as_integers",
     "tap_inputs",
 ]

@@ -141,7 +141,7 @@ def examine(model: nn.Module, *, input_ids: Tensor | None = None, seed: int = 0)
         NonFiniteError: If its logits are NaN.
     """
     _require_usable(model)
-    if model.training:
+    if any(module.training for module in model.modules()):
         raise AnatomyError(
             f"{type(model).__name__} is in training mode, where two forwards may differ: call model.eval()"
         )

@@ -29,8 +29,8 @@ def explain_non_finite(model: nn.Module, run: Callable[[], object]) -> NonFinite
         where = _first_bad(parameter.detach())
         if where is not None:
             return NonFiniteError(
-                f"weight {name} holds {float(parameter.detach()[where])} at {list(where)}: the checkpoint is damaged, "
-                "fetch it again or mend it"
+                f"weight {name} holds {float(parameter.detach()[where])} at {list(where)}: the checkpoint is damaged, or "
+                "the value does not fit --dtype or the perturbation"
             )
     found: list[str] = []
 

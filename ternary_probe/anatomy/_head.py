@@ -57,6 +57,22 @@ def find_backbone(trace: Trace, blocks: tuple[Block, ...]) -> Backbone | None:
     return None if found is None else Backbone(found.name, head.contraction.weight.slab.name)
 
 
+def stored_as_integers(model: nn.Module) -> str | None:
+    """Return the integer dtype a quantized model's weights are stored in, or None for a floating model."""
+    found = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.is_floating_point()}
+    return ", ".join(sorted(found)) or None
+
+
+def _no_head(anatomy: Anatomy) -> str:
+    kind = type(anatomy.model).__name__
+    stored = stored_as_integers(anatomy.model)
+    if stored is not None:
+        return f"the weights of {kind} are stored as {stored}: dequantize the model first"
+    if not anatomy.blocks:
+        return f"{kind} has no chain of two or more blocks, by which its head is found: it is not supported"
+    return f"{kind} has no language-model head after its blocks: load a causal language model"
+
+
 class _ReachedError(BaseException):
     """Carries the backbone's output out of the model's forward; no user ever sees it."""
 
@@ -80,10 +96,7 @@ class ChunkedHead:
 
     def __init__(self, anatomy: Anatomy) -> None:
         if anatomy.backbone is None:
-            raise HeadError(
-                f"{type(anatomy.model).__name__} has no language-model head after its blocks: "
-                "load a causal language model"
-            )
+            raise HeadError(_no_head(anatomy))
         self._model = anatomy.model
         self._backbone = anatomy.model.get_submodule(anatomy.backbone.name)
         self._options = call_options(anatomy.model)

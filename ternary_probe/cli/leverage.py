@@ -183,11 +183,16 @@ def show(record: LeverageRecord, out: Path | None, *, json: str | None, quiet: b
         out: Report folder.
         json: Record file, or ``-``.
         quiet: No table.
+
+    Raises:
+        Exit: With code 3 when no leverage is conclusive.
     """
     from ternary_probe.reports.terminal import leverage_view
 
     closing = f"report: {out / 'report.md'}   record: {out / 'record.json'}" if out is not None else ""
     publish(record, lambda: leverage_view(record), json=json, quiet=quiet, closing=closing)
+    if record.status == "inconclusive":
+        raise typer.Exit(3)
 
 
 def _calibration(loaded: LoadedModel, text: Text, windows: Windows, file: str | None) -> Windows:

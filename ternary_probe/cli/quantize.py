@@ -12,6 +12,7 @@ from ternary_probe.cli.session import (
     LoadOptions,
     TextOptions,
     check_output,
+    check_save,
     cut_text,
     load_model,
     progress_bar,
@@ -99,7 +100,8 @@ def quantize(
         raise ProbeError(f"--format {format}: choose dense or packed")
     if not measure and save is None:
         raise ProbeError("--no-measure without --save would do nothing: give --save DIR")
-    check_output(save.parent if save is not None else None, json)
+    check_output(None, json)
+    check_save(save)
     silent = quiet or json == "-"
     loading = LoadOptions(dtype, device, device_map, revision, allow_pickle, trust_remote_code)
     loaded = load_model(model, loading, quiet=silent)
@@ -115,7 +117,9 @@ def quantize(
         return
     from ternary_probe.reports.terminal import quantize_view
 
-    _, cut = cut_text(loaded, TextOptions(text, dataset, protocol.value, window, stride, windows or 4, bos.value))
+    _, cut = cut_text(
+        loaded, TextOptions(text, dataset, protocol.value, window, stride, 4 if windows is None else windows, bos.value)
+    )
     with progress_bar(quiet=silent) as progress:
         record = run_quantizers(loaded, cut, options, progress=progress)
     record = record.model_copy(update={"saved": None if saved is None else str(saved)})

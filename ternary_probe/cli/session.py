@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -83,27 +84,22 @@ def cut_text(loaded: LoadedModel, options: TextOptions) -> tuple[Text, Windows]:
         bos=options.bos,  # type: ignore[arg-type]
         vocab_size=vocabulary_size(loaded.model),
     )
-    return text, _checked_length(loaded, windows)
+    return text, _with_notes(loaded, windows)
 
 
-def _checked_length(loaded: LoadedModel, windows: Windows) -> Windows:
-    """Refuse windows beyond a table of learned positions; note those beyond what the model was made for."""
-    from torch import nn
+def _with_notes(loaded: LoadedModel, windows: Windows) -> Windows:
+    """Note what a reader of the figure would not expect of this model on these windows."""
+    from ternary_probe.loading import require_tokenizer, vocabulary_size
 
+    notes = list(windows.protocol.notes)
     length = int(windows.inputs.shape[1])
     limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(limit, int) or length <= limit:
-        return windows
-    words = loaded.model.get_input_embeddings()
-    tables = [m.num_embeddings for m in loaded.model.modules() if isinstance(m, nn.Embedding) and m is not words]
-    if any(limit <= rows < length for rows in tables):  # some tables hold a few rows more than positions
-        raise ProbeError(
-            f"a window of {length} tokens does not fit {loaded.source.name}, which has {limit} positions: "
-            f"use --window {limit} or less"
-        )
-    note = f"a window of {length} tokens is more than the {limit} positions the model was made for"
-    protocol = windows.protocol.model_copy(update={"notes": (*windows.protocol.notes, note)})
-    return replace(windows, protocol=protocol)
+    if isinstance(limit, int) and length > limit:
+        notes.append(f"a window of {length} tokens is more than the {limit} positions the model was made for")
+    padding = vocabulary_size(loaded.model) - len(require_tokenizer(loaded))
+    if padding > 0:
+        notes.append(f"the vocabulary has {padding} entries no token uses; they take part in the softmax")
+    return replace(windows, protocol=windows.protocol.model_copy(update={"notes": tuple(notes)}))
 
 
 @contextlib.contextmanager
@@ -172,8 +168,6 @@ def check_output(out: Path | None, json: str | None) -> None:
     Raises:
         ProbeError: If a folder cannot be made or written to.
     """
-    import tempfile
-
     targets = [(out, "--out")] if out is not None else []
     if json is not None and json != "-":
         if Path(json).is_dir():
@@ -187,6 +181,29 @@ def check_output(out: Path | None, json: str | None) -> None:
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise ProbeError(f"cannot write to {folder}: {reason}; choose another folder with {option}") from error
+
+
+def check_save(folder: Path | None) -> None:
+    """Find out before any work whether a checkpoint can be saved where the user wants it.
+
+    Args:
+        folder: The folder to make, or ``None``.
+
+    Raises:
+        ProbeError: If it exists and is not empty, or cannot be made.
+    """
+    if folder is None:
+        return
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ProbeError(f"--save {folder} exists and is not empty: choose another folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.parent):
+            pass
+    except OSError as error:
+        raise ProbeError(
+            f"cannot write to {folder.parent}: {(error.strerror or str(error)).lower()}; choose another --save"
+        ) from error
 
 
 def publish(

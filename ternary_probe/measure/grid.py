@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ternary_probe.errors import ProbeError
 
+if TYPE_CHECKING:
+    from ternary_probe.anatomy import Anatomy
+
 _GROUPS = (16, 32, 64, 128, 256)
 _SAMPLE_ROWS = 64
 _MOST_BITS = 8
+_SAMPLE_MATRICES = 8
 
 
 class Grid(NamedTuple):
@@ -62,3 +66,21 @@ def find_grid(weight: torch.Tensor) -> Grid | None:
             found.append(Grid(bits, group, levels))
     # Among equal bits the widest group is the grid itself; narrower ones merely lie inside it.
     return min(found, key=lambda grid: (grid.bits, -(grid.group or 1 << 30))) if found else None
+
+
+def grid_note(anatomy: Anatomy) -> tuple[str, ...]:
+    """Say, from a few matrices of a model, whether it was quantized before.
+
+    Args:
+        anatomy: The model's anatomy.
+
+    Returns:
+        At most one note.
+    """
+    matrices = anatomy.block_matrices
+    step = max(1, len(matrices) // _SAMPLE_MATRICES)
+    grids = [find_grid(m.view()) for m in matrices[::step]]
+    found = sorted({grid.describe() for grid in grids if grid is not None})
+    if not found or sum(grid is not None for grid in grids) < len(grids) / 2:
+        return ()
+    return (f"the weights lie on a grid already ({found[0]}): the model looks falsely robust to that same grid",)

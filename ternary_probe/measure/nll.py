@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ternary_probe.anatomy import explain_non_finite
 from ternary_probe.errors import ProbeError
+from ternary_probe.perturb.proof import checksum_tensor
 
 if TYPE_CHECKING:
     from ternary_probe.anatomy import Anatomy
@@ -27,6 +28,7 @@ Vector = NDArray[np.float64]
 
 HEAD_BYTES = 24 << 20  # a chunk of fp32 logits: large enough for fast kernels, small beside any model
 _ROWS = 16  # matrix kernels treat rows alike in multiples of 16, so any such chunk gives the same bits
+_SPARE_POSITIONS = 8
 _KL_ROWS = 8  # rows of logits at a time that stay in a core's cache
 
 
@@ -70,6 +72,8 @@ class Reference:
     result: NllResult
     states: tuple[torch.Tensor, ...]
     """One ``[L, d]`` tensor per window, in the model's dtype."""
+    head: int | None = None
+    """Checksum of the head's matrix, which must be the clean one when the clean logits are recomputed."""
 
 
 def perplexity(nll: float) -> float | None:
@@ -85,6 +89,39 @@ def perplexity(nll: float) -> float | None:
         return math.exp(nll)
     except OverflowError:
         return None
+
+
+def check_windows(anatomy: Anatomy, windows: Windows) -> None:
+    """Refuse windows the model has no table entries for, before an index error (on CUDA: a dead process) does.
+
+    Args:
+        anatomy: The model's anatomy.
+        windows: The text.
+
+    Raises:
+        ProbeError: If a token id lies beyond the vocabulary, or a window is longer than a table of learned positions.
+    """
+    model = anatomy.model
+    words = getattr(model, "get_input_embeddings", lambda: None)()
+    rows = getattr(words, "num_embeddings", None)
+    highest = int(windows.inputs.max())
+    if rows is not None and highest >= rows:
+        raise ProbeError(
+            f"token id {highest} lies beyond the model's {rows} embeddings: use the tokenizer that belongs to the model"
+        )
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None)
+    length = int(windows.inputs.shape[1])
+    if not isinstance(limit, int) or length <= limit:
+        return
+    # A table with as many rows as positions (some families add a few) is one of learned positions.
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not words]
+    if any(limit <= table.num_embeddings <= limit + _SPARE_POSITIONS for table in tables):
+        raise ProbeError(
+            f"a window of {length} tokens does not fit {type(model).__name__}, which has {limit} learned positions: "
+            f"use --window {limit} or less"
+        )
 
 
 class Evaluator:
@@ -116,12 +153,20 @@ class Evaluator:
                 f"this model's logits cannot be computed in chunks ({check.note or 'they differ from its own'}); "
                 "NLL of it is not supported"
             )
+        causal = anatomy.checks.get("causal")
+        if causal is not None and causal.passed is False:
+            raise ProbeError(
+                f"{type(anatomy.model).__name__} sees the tokens it is to predict (it is not causal), so its NLL means "
+                "nothing: load a causal language model"
+            )
+        check_windows(anatomy, windows)
         self.anatomy = anatomy
         self.windows = windows
         self.batch = max(1, batch)
         fitting = head_bytes // (4 * anatomy.head.vocab_size)
         self.rows = rows or max(_ROWS, fitting // _ROWS * _ROWS)
         self.evaluations = 0
+        self._head_version = -1
 
     @property
     def chunk_bytes(self) -> int:
@@ -149,13 +194,13 @@ class Evaluator:
         """
         kept: list[torch.Tensor] = []
         result = self._score(None, keep_states=kept)
-        return Reference(result.nll, tuple(kept))
+        return Reference(result.nll, tuple(kept), self._head_checksum())
 
     @torch.no_grad()
     def response(self, reference: Reference) -> Response:
         """Score the text with the model as it is now, against the clean reference.
 
-        The clean logits are recomputed with the *present* head, so a perturbation must not touch the head's weights.
+        The clean logits are recomputed with the *present* head, so a perturbation of the head's weights is refused.
 
         Args:
             reference: From `reference`, on the same text and the clean model.
@@ -163,7 +208,26 @@ class Evaluator:
         Returns:
             NLL and KL. Non-finite values are returned as they are: a broken arm is a result, not an accident.
         """
+        self._require_clean_head(reference)
         return self._score(reference)
+
+    def _head_checksum(self) -> int | None:
+        matrix = self.anatomy.head_matrix
+        if matrix is None:
+            return None
+        view = matrix.view()
+        self._head_version = view._version  # counts writes to the storage, through whatever view
+        return checksum_tensor(view)
+
+    def _require_clean_head(self, reference: Reference) -> None:
+        matrix = self.anatomy.head_matrix
+        if matrix is None or reference.head is None or matrix.view()._version == self._head_version:
+            return
+        if self._head_checksum() != reference.head:
+            raise ProbeError(
+                f"{matrix.name} makes the logits and is perturbed, so the clean logits cannot be recomputed: measure "
+                "NLL alone (response_without_reference)"
+            )
 
     @torch.no_grad()
     def response_without_reference(self) -> Response:
@@ -208,6 +272,8 @@ class Evaluator:
         explain: bool = True,
     ) -> Response:
         self.evaluations += 1
+        if any(module.training for module in self.anatomy.model.modules()):
+            raise ProbeError("the model is in training mode, where two forwards may differ: call model.eval()")
         n = len(self.windows.inputs)
         sums, kls = np.zeros(n), np.zeros(n)
         tokens: list[NDArray[np.float32]] = []

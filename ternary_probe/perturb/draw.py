@@ -85,6 +85,22 @@ class RandomEntries(Perturbation):
             }
         return self.model_copy(update={"columns": columns, "counts": counts})
 
+    def total(self, matrices: Sequence[WeightMatrix]) -> int:
+        """Return how many entries the recipe hits in all.
+
+        Args:
+            matrices: The matrices it touches.
+
+        Returns:
+            The number of entries, zeros included.
+        """
+        return sum(self._count(m, len(self.columns.of(m.name, m.in_features)) * m.out_features) for m in matrices)
+
+    def _count(self, matrix: WeightMatrix, pool: int) -> int:
+        if self.matching == "count":
+            return frozen_counts(self.counts, matrix.name)
+        return count_by_rate(self.rate, pool)
+
     def draw(self, matrix: WeightMatrix) -> torch.Tensor:
         """Return the entries hit in one matrix: flat row-major indices, sorted, int64, on the CPU.
 

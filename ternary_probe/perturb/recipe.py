@@ -113,6 +113,9 @@ class Perturbation(BaseModel, ABC):
         chosen = [m for m in anatomy.matrices if _matches(m, self.include)] if self.include else anatomy.block_matrices
         chosen = [m for m in chosen if not _matches(m, self.exclude)]
         if not chosen:
+            stored = anatomies.stored_as_integers(anatomy.model)
+            if stored is not None:
+                raise ProbeError(f"the weights of this model are stored as {stored}: dequantize the model first")
             wanted = f"include={';'.join(self.include) or 'every block matrix'}"
             raise ProbeError(
                 f"{wanted} exclude={';'.join(self.exclude) or 'none'} matches no weight matrix of this model"

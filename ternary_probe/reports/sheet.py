@@ -126,7 +126,7 @@ def protocol_table(title: str, protocol: ProtocolInfo) -> Table:
     Returns:
         A detail table of name and value; the protocol's notes stand below it.
     """
-    fields = {"name": protocol.name, "tokens_scored": protocol.tokens_scored, **(protocol.model_extra or {})}
+    fields = protocol.model_dump()
     notes = fields.pop("notes", ())
     rows = tuple((name, _plain(value)) for name, value in fields.items())
     below = tuple(str(note) for note in notes) if isinstance(notes, list | tuple) else (str(notes),)
@@ -192,7 +192,7 @@ def all_notes(record: Record) -> tuple[str, ...]:
     Returns:
         Sentences, in that order.
     """
-    protocol = (record.protocol.model_extra or {}).get("notes", ()) if record.protocol else ()
+    protocol = record.protocol.notes if record.protocol else ()
     lines = [*record.notes, *record.model.notes, *(protocol if isinstance(protocol, list | tuple) else [protocol])]
     return tuple(dict.fromkeys(str(line) for line in lines))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ternary_probe import anatomy as anatomies
+from ternary_probe.measure.grid import grid_note
 from ternary_probe.records import CheckInfo, Environment, InspectRecord, MatrixInfo, NormInfo, Timing
 from ternary_probe.studies.leverage import model_info
 from ternary_probe.studies.summary import finite
@@ -35,7 +36,7 @@ def run_inspection(loaded: LoadedModel) -> InspectRecord:
         environment=Environment.here(torch.get_num_threads()),
         timing=Timing(seconds=time.perf_counter() - started, evaluations=0),
         status="ok",
-        notes=loaded.source.notes,
+        notes=(*loaded.source.notes, *grid_note(anatomy)),
         blocks=tuple(block.name for block in anatomy.blocks),
         skip=skip,
         backbone=anatomy.backbone_name,

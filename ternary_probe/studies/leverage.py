@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ternary_probe import __version__
 from ternary_probe import anatomy as anatomies
 from ternary_probe.errors import ProbeError
 from ternary_probe.measure import Evaluator, Reference, Response, measure_activations, outlier_amplitude
+from ternary_probe.measure.activations import column_energy
+from ternary_probe.measure.grid import grid_note
 from ternary_probe.perturb.proof import NotRestoredError, checksum, sha256_weights
 from ternary_probe.records import (
     Amplitude,
@@ -129,6 +132,9 @@ class _Study:
         unreached = tuple(glob.escape(name) for name in self.unreached)  # "experts[3]" is no character class
         planned = replace(options, exclude=options.exclude + unreached)
         self.cells = plan_cells(planned, self.matrices, self.outlier)
+        for cell in self.cells:  # all of them before the first is measured
+            if not cell.recipe.total(self.matrices):
+                raise ProbeError(f"rate {cell.rate:g} rounds to no flip at all in arm {cell.arm}: raise it")
         self.noise = noise_cells(planned, self.matrices, self.outlier)
 
     def _targets(self) -> list[WeightMatrix]:
@@ -163,7 +169,7 @@ class _Study:
             "matchings": o.matchings,
             "columns": [o.fraction, o.by, o.include, o.exclude, o.paper_counts],
             "planted": str(o.plant),
-            "torch": torch.__version__,
+            "versions": Environment.here().packages | {"ternary_probe": __version__},
         }
 
     def run(self, store: CellStore, command: str) -> LeverageRecord:
@@ -173,7 +179,7 @@ class _Study:
         reference = self.evaluator.reference()
         baseline = reference.result
         clean = checksum(m.view() for m in self.matrices)
-        energy = sum(float(m.view().double().square().sum()) for m in self.matrices)
+        energy = sum(float(column_energy(m).sum()) * m.out_features for m in self.matrices)
 
         def measured(cell: Cell, done: int) -> Arm:
             self.progress(done, total, f"{cell.arm} at {cell.rate:g}, seed {cell.seed}")
@@ -182,7 +188,10 @@ class _Study:
                 saved = self._measure(cell, reference, clean, energy).model_dump(mode="json")
                 store.put(cell.key, saved)
             recipe = f"{self.options.plant}+{cell.recipe}" if self.options.plant is not None else str(cell.recipe)
-            return Arm.model_validate({**saved, "arm": cell.arm, "matching": cell.matching, "recipe": recipe})
+            try:
+                return Arm.model_validate({**saved, "arm": cell.arm, "matching": cell.matching, "recipe": recipe})
+            except ValueError as error:
+                raise store.damaged(cell.key) from error
 
         floor = self._noise_floor(store, reference, measured, total)
         arms, finished = [], {cell.key for cell in self.noise}
@@ -314,7 +323,7 @@ class _Study:
                 f"{len(self.unreached)} matrices met no token of the calibration text and were left out: "
                 f"{', '.join(self.unreached[:3])}{'…' if len(self.unreached) > 3 else ''}"
             )
-        notes += [f"not examined: {item.name}: {item.reason}" for item in self.anatomy.unhandled]
+        notes += (*grid_note(self.anatomy), *unhandled_notes(self.anatomy))
         if self.windows.protocol.name == "dong2026":
             notes.append(
                 "paper's protocol: outlier columns by mean |x| on the scored text itself. Its mask was reset in every "
@@ -357,6 +366,24 @@ def model_info(loaded: LoadedModel, weights: str | None) -> ModelInfo:
         config_sha256=source.config_sha256,
         weights_sha256=weights,
         notes=source.notes,
+    )
+
+
+def unhandled_notes(anatomy: Anatomy) -> tuple[str, ...]:
+    """Say what of a model was not examined, one note a reason.
+
+    Args:
+        anatomy: The model's anatomy.
+
+    Returns:
+        Notes for a record.
+    """
+    reasons: dict[str, list[str]] = {}
+    for item in anatomy.unhandled:
+        reasons.setdefault(item.reason, []).append(item.name)
+    return tuple(
+        f"not examined: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+        for reason, names in reasons.items()
     )
 
 

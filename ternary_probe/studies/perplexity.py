@@ -11,6 +11,7 @@ import torch
 
 from ternary_probe import anatomy as anatomies
 from ternary_probe.measure import Evaluator, perplexity
+from ternary_probe.measure.grid import grid_note
 from ternary_probe.measure.nll import HEAD_BYTES
 from ternary_probe.perturb import parse
 from ternary_probe.records import Environment, PerplexityRecord, ProtocolInfo, Timing
@@ -45,7 +46,7 @@ def run_perplexity(
     """
     started = time.perf_counter()
     anatomy = anatomies.examine(loaded.model)
-    notes = list(loaded.source.notes)
+    notes = [*loaded.source.notes, *grid_note(anatomy)]
     applied = nullcontext()
     if recipe is not None:
         perturbation = parse(recipe)

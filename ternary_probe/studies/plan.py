@@ -73,7 +73,7 @@ class LeverageOptions:
             ("rates", self.rates),
             ("seeds", self.seeds),
             ("arms", self.arms),
-            ("matchings", self.matchings),
+            ("matching", self.matchings),
         ):
             if len(set(values)) != len(values):
                 raise ProbeError(f"--{name} names one twice: {', '.join(map(str, values))}")

@@ -37,7 +37,7 @@ from ternary_probe.records import (
     Timing,
 )
 from ternary_probe.studies.intervals import mean_interval
-from ternary_probe.studies.leverage import Progress, model_info
+from ternary_probe.studies.leverage import Progress, model_info, unhandled_notes
 from ternary_probe.studies.radial import radial_fractions
 from ternary_probe.studies.summary import RESPONSES, finite
 from ternary_probe.ternary import quantization_error
@@ -153,10 +153,19 @@ class _Study:
                 f"{outside} lies outside the blocks, and a perturbed head leaves no clean logits to compare with: "
                 "--exclude it"
             )
+        for k in options.plant:
+            if k != 1:  # refused here, not after every scheme was measured
+                OutlierColumns(k=k, seed=0).sites(anatomy)
         self.done = 0
         self.clean = 0.0
         per_scheme = 1 + len(_ARMS) * len(options.seeds) + len(options.plant)
         self.total = 1 + len(options.schemes) * per_scheme + len(options.plant)
+
+    def _unreached(self) -> tuple[str, ...]:
+        idle = [m.name for m in self.matrices if m.rows_seen == 0]
+        if not idle:
+            return ()
+        return (f"{len(idle)} matrices met no token when the model was examined (experts not routed to): {idle[0]} …",)
 
     def step(self, label: str) -> None:
         self.progress(self.done, self.total, label)
@@ -189,7 +198,7 @@ class _Study:
             protocol=ProtocolInfo.model_validate(self.windows.protocol.model_dump(mode="json")),
             environment=Environment.here(torch.get_num_threads()),
             status="ok" if all(arm.status == "ok" for arm in arms) else "non_finite",
-            notes=(*loaded.source.notes, *_grid_notes(matrices)),
+            notes=(*loaded.source.notes, *_grid_notes(matrices), *unhandled_notes(self.anatomy), *self._unreached()),
             baseline=Baseline(
                 nll=base.mean, perplexity=base.perplexity, nll_windows=tuple(float(v) for v in base.windows)
             ),

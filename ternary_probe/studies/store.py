@@ -63,7 +63,23 @@ class CellStore:
             The cell, or ``None`` when it is not finished.
         """
         row = self._db.execute("SELECT value FROM cells WHERE key = ?", (key,)).fetchone()
-        return None if row is None else dict(json.loads(row[0]))
+        if row is None:
+            return None
+        try:
+            return dict(json.loads(row[0]))
+        except (TypeError, ValueError) as error:
+            raise self.damaged(key) from error
+
+    def damaged(self, key: str) -> ProbeError:
+        """Return the error for a cell that cannot be what `put` wrote.
+
+        Args:
+            key: Its key.
+
+        Returns:
+            The error.
+        """
+        return ProbeError(f"cell {key} in {self.path} is damaged: delete the file, or choose another --out")
 
     def put(self, key: str, cell: dict[str, Any]) -> None:
         """Commit a finished cell; it is on disk when this returns.

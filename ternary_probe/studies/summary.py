@@ -29,10 +29,11 @@ def values_of(arms: Iterable[Arm], response: Response) -> list[float]:
 
 
 def _groups(arms: Sequence[Arm]) -> dict[tuple[str, float, str], list[Arm]]:
-    groups: dict[tuple[str, float, str], list[Arm]] = {}
+    """Group cells by (matching, rate, arm). Seeds that changed the very same bits are one experiment, counted once."""
+    groups: dict[tuple[str, float, str], dict[str, Arm]] = {}
     for arm in arms:
-        groups.setdefault((arm.matching, arm.rate, arm.arm), []).append(arm)
-    return groups
+        groups.setdefault((arm.matching, arm.rate, arm.arm), {}).setdefault(arm.checksum_during, arm)
+    return {key: list(group.values()) for key, group in groups.items()}
 
 
 def finite(value: float) -> float | None:
