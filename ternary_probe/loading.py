@@ -199,7 +199,7 @@ def assemble(
     notes += loading_notes + quantization_notes(model) + tie_notes(model)
     if checkpoint is not None:
         refuse_stray_integers(checkpoint, model, origin.label)
-        notes += eight_bit_notes(checkpoint, model)
+        notes += eight_bit_notes(checkpoint)
         if dtype == "auto":
             notes += dtype_notes(checkpoint, model)
     notes += zero_notes(origin.label, model)

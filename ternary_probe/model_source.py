@@ -170,7 +170,7 @@ def refuse_stray_integers(checkpoint: Checkpoint, model: PreTrainedModel, label:
     Raises:
         ProbeError: If there is such a tensor; as a plain cast its values are off by an unknown factor.
     """
-    if getattr(model.config, "quantization_config", None) is not None:
+    if checkpoint.config.get("quantization_config") is not None:
         return
     floats = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     stray = sorted(n for n, e in checkpoint.tensors.items() if n in floats and e.dtype in _INTEGERS)
@@ -181,17 +181,16 @@ def refuse_stray_integers(checkpoint: Checkpoint, model: PreTrainedModel, label:
         )
 
 
-def eight_bit_notes(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[str, ...]:
+def eight_bit_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Say that weights were read from fp8 without a scale.
 
     Args:
         checkpoint: The headers.
-        model: The model loaded from it.
 
     Returns:
         At most one note.
     """
-    if getattr(model.config, "quantization_config", None) is not None:
+    if checkpoint.config.get("quantization_config") is not None:
         return ()
     count = sum(entry.dtype.startswith("F8") for entry in checkpoint.tensors.values())
     return (f"{count} tensors are stored as fp8 and were read without a scale: the config names none",) if count else ()

@@ -491,10 +491,6 @@ def _build(
     targets = np.where(predicted == _NO_TARGET, 0, stream.ids[predicted])
 
     distinct = int(np.unique(inputs).size)
-    if distinct < 2 + (stream.bos_id is not None):
-        raise ProbeError(
-            f"text '{stream.text.label}' is one token repeated: its NLL says nothing about the model, give real text"
-        )
     unknown = getattr(stream.tokenizer, "unk_token_id", None)
     share = float((inputs == unknown).mean()) if unknown is not None else 0.0
     if share > _MOST_UNKNOWN:

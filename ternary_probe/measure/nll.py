@@ -99,8 +99,13 @@ def check_windows(anatomy: Anatomy, windows: Windows) -> None:
         windows: The text.
 
     Raises:
-        ProbeError: If a token id lies beyond the vocabulary, or a window is longer than a table of learned positions.
+        ProbeError: If a token id lies beyond the vocabulary, a window is longer than a table of learned positions, or the
+            text is one token repeated.
     """
+    if windows.targets[windows.scored].unique().numel() < 2 and int(windows.scored.sum()) > 1:
+        raise ProbeError(
+            f"text '{windows.protocol.text}' is one token repeated: its NLL says nothing about the model, give real text"
+        )
     model = anatomy.model
     words = getattr(model, "get_input_embeddings", lambda: None)()
     rows = getattr(words, "num_embeddings", None)

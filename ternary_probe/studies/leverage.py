@@ -22,6 +22,7 @@ from ternary_probe.errors import ProbeError
 from ternary_probe.measure import Evaluator, Reference, Response, measure_activations, outlier_amplitude
 from ternary_probe.measure.activations import column_energy
 from ternary_probe.measure.grid import grid_note
+from ternary_probe.measure.nll import check_windows
 from ternary_probe.perturb.proof import NotRestoredError, checksum, sha256_weights
 from ternary_probe.records import (
     Amplitude,
@@ -115,6 +116,8 @@ class _Study:
     ) -> None:
         self.loaded, self.anatomy, self.options, self.weights = loaded, anatomy, options, weights
         self.windows, self.calibration, self.progress = windows, calibration, progress
+        self.evaluator = Evaluator(anatomy, windows, batch=options.batch, head_bytes=options.head_bytes)
+        check_windows(anatomy, calibration)
         self.matrices = self._targets()
         self.activations = measure_activations(anatomy, calibration, self.matrices)
         self.unreached = [m.name for m in self.matrices if m.name not in self.activations.moments]
@@ -125,7 +128,6 @@ class _Study:
                 f"no outlier column selected: {options.fraction:g} of the input columns is less than one column in every "
                 "matrix; raise --fraction"
             )
-        self.evaluator = Evaluator(anatomy, windows, batch=options.batch, head_bytes=options.head_bytes)
         self.others = 0
         # The clean logits are recomputed with the head as it is, so KL is out of reach once an arm edits the head.
         self.with_kl = all(m.block is not None for m in self.matrices)

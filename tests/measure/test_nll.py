@@ -285,7 +285,7 @@ class Masked(nn.Module):
 def test_tokens_that_the_head_rules_out_count_for_nothing():
     model = speaking_llama()
     anatomy, windows = examine(model), cut(2)
-    model.lm_head = Masked(model.lm_head)
+    model.lm_head = Masked(model.lm_head).eval()
     evaluator = Evaluator(anatomy, windows)
     assert int(windows.targets.max()) < 250
     reference = evaluator.reference()
@@ -311,7 +311,7 @@ class Overflowing(nn.Module):
 def test_a_clean_model_that_overflows_is_refused_by_module_token_and_value():
     model = speaking_llama()
     anatomy, windows = examine(model), cut(2)
-    model.model.layers[1].mlp.act_fn = Overflowing()
+    model.model.layers[1].mlp.act_fn = Overflowing().eval()
 
     with pytest.raises(NonFiniteError) as refused:
         Evaluator(anatomy, windows).nll()

@@ -518,8 +518,10 @@ def test_no_outlier_column_selected_is_an_error_that_names_the_mend():
 
 
 def test_a_rate_that_rounds_to_no_flip_is_an_error_and_not_a_robust_model():
-    with pytest.raises(NoEffectError, match="raise the rate"):
-        study(options=changed(rates=(1e-6,)))
+    done = []
+    with pytest.raises(ProbeError, match="rate 1e-06 rounds to no flip at all"):
+        study(options=changed(rates=(0.2, 1e-6)), progress=lambda *step: done.append(step))
+    assert not done, "refused before the first evaluation"
 
 
 def test_weights_that_are_all_zero_are_an_error_and_not_a_robust_model():

@@ -44,7 +44,7 @@ def arm(name: str, seed: int, nll: float | None, kl: float | None = None, **fiel
         "zeros": 0,
         "delta_ppl": None,
         "checksum_before": "0",
-        "checksum_during": "1",
+        "checksum_during": f"{seed + 1:016x}",
         "checksum_after": "0",
         "recipe": "",
     }
