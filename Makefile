@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# Modules are compiled when first imported: compiling every file of torch and transformers takes longer than it saves.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 WORKERS ?= 2
 
 .PHONY: demo test lint install install-dev clean

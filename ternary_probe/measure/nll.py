@@ -102,7 +102,7 @@ def check_windows(anatomy: Anatomy, windows: Windows) -> None:
         ProbeError: If a token id lies beyond the vocabulary, a window is longer than a table of learned positions, or the
             text is one token repeated.
     """
-    if windows.targets[windows.scored].unique().numel() < 2 and int(windows.scored.sum()) > 1:
+    if torch.unique(windows.targets[windows.scored]).numel() < 2 and int(windows.scored.sum()) > 1:
         raise ProbeError(
             f"text '{windows.protocol.text}' is one token repeated: its NLL says nothing about the model, give real text"
         )

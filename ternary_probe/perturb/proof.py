@@ -15,7 +15,7 @@ from ternary_probe.errors import ProbeError
 
 # Never wider than 32 bits: modulo 2^64 the sign bit of a 64-bit word weighs the same, or nothing, at every position.
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_CHUNK = {"cpu": 1 << 16}  # stays in a core's cache; accelerators take larger pieces to amortise launches
+_CHUNK = {"cpu": 1 << 17}  # stays in a core's cache; accelerators take larger pieces to amortise launches
 _MASK = (1 << 64) - 1
 
 

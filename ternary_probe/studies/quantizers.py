@@ -38,7 +38,7 @@ from ternary_probe.records import (
 )
 from ternary_probe.studies.intervals import mean_interval
 from ternary_probe.studies.leverage import Progress, model_info, unhandled_notes
-from ternary_probe.studies.radial import radial_fractions
+from ternary_probe.studies.radial import find_writers, radial_fraction
 from ternary_probe.studies.summary import RESPONSES, finite
 from ternary_probe.ternary import quantization_error
 from ternary_probe.text import Windows
@@ -158,6 +158,7 @@ class _Study:
                 OutlierColumns(k=k, seed=0).sites(anatomy)
         self.done = 0
         self.clean = 0.0
+        self.writers = find_writers(anatomy, windows, self.matrices)
         per_scheme = 1 + len(_ARMS) * len(options.seeds) + len(options.plant)
         self.total = 1 + len(options.schemes) * per_scheme + len(options.plant)
 
@@ -216,12 +217,10 @@ class _Study:
         gaussian = theory.gaussian_quantizer(scheme.partition("@")[0])
         rows: list[MatrixQuantization] = []
         errors: dict[str, float] = {}
-        radial = radial_fractions(
-            self.anatomy, _first_windows(self.windows, _ENERGY_WINDOWS), self.matrices, recipe.quantized
-        )
         for matrix in self.matrices:
             found = recipe.quantized(matrix)
             error = quantization_error(matrix.view(), found)
+            radial = radial_fraction(self.writers[matrix.name], matrix, found)
             errors[matrix.name] = error.relative_error if math.isfinite(error.relative_error) else 0.0
             grid = grids[matrix.name]
             rows.append(
@@ -235,8 +234,8 @@ class _Study:
                     relative_error=finite(error.relative_error),
                     relative_error_gaussian=finite(gaussian.error_energy),
                     sparsity=finite(error.sparsity),
-                    radial_fraction=radial[matrix.name].value,
-                    radial_note=radial[matrix.name].note,
+                    radial_fraction=radial.value,
+                    radial_note=radial.note,
                     bits_per_weight=finite(found.bits_per_weight().two_bit),
                     zero_units=found.zero_unit_count,
                     grid=None if grid is None else grid.describe(),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ternary_probe.text import Windows
 
 _LINEARITY = 1e-2
+_TOKENS = 128
 
 
 class Radial(NamedTuple):
@@ -24,66 +25,77 @@ class Radial(NamedTuple):
     note: str
 
 
-def radial_fractions(
-    anatomy: Anatomy,
-    windows: Windows,
-    matrices: Sequence[WeightMatrix],
-    quantized: Callable[[WeightMatrix], TernaryWeight],
-) -> dict[str, Radial]:
-    """Return ``Σ⟨ŷ,Δy⟩² / Σ‖Δy‖²`` with ``y`` the input of the next norm and ``Δy = (q - w) x`` (THEORY 1.1).
+class Writer(NamedTuple):
+    """A matrix that writes to the residual stream: its clean input, and the clean input of the next norm."""
 
-    A matrix qualifies when it writes to the residual stream: a small change of it must arrive at the next norm that reads
-    the stream as exactly ``ΔW x``. That is tested by making such a change, matrix by matrix; names play no part.
+    x: torch.Tensor
+    y: torch.Tensor
+    site: NormSite
+
+
+def find_writers(anatomy: Anatomy, windows: Windows, matrices: Sequence[WeightMatrix]) -> dict[str, Writer | str]:
+    """Find the matrices that write to the residual stream.
+
+    A matrix does when a change of it arrives at the next norm that reads the stream as exactly ``dW x``. That is tested by
+    making such a change, matrix by matrix; names play no part.
 
     Args:
         anatomy: The model's anatomy.
-        windows: A short text; one window is enough.
+        windows: A short text, of which at most 128 tokens are used.
         matrices: The matrices.
-        quantized: Quantizes one of them.
 
     Returns:
-        Matrix name to its radial fraction or the reason there is none.
+        Matrix name to what was seen, or to the reason there is nothing to see.
     """
     width = anatomy.final_norm.gain.numel() if anatomy.final_norm is not None else 0
-    writers = [m for m in matrices if m.out_features == width and m.module_name is not None]
-    found = {m.name: Radial(None, "does not write to the residual stream") for m in matrices}
-    if not writers or not width:
+    candidates = [m for m in matrices if m.out_features == width and m.module_name is not None]
+    found: dict[str, Writer | str] = {m.name: "does not write to the residual stream" for m in matrices}
+    if not candidates:
         return found
-    inputs = windows.inputs[:1].to(anatomy.input_device)
-    seen = _record(anatomy, inputs, writers, width)
-    for matrix in writers:
-        entry = seen.get(matrix.name)
-        if entry is None:
-            found[matrix.name] = Radial(None, "no norm of the stream follows it")
-            continue
-        x, site = entry
-        y = seen_norm(anatomy, inputs, site)
-        if not _writes(anatomy, inputs, matrix, x, y, site):
-            continue
-        with torch.no_grad():
-            q = quantized(matrix).dequantize(torch.float32)
-            change = x.double() @ (q.double() - matrix.view().double()).T
-        y = y.double()
-        total = change.square().sum()
-        along = ((y * change).sum(-1).square() / y.square().sum(-1).clamp(min=1e-300)).sum()
-        found[matrix.name] = Radial(float(along / total), site.name) if total > 0 else Radial(None, "no error at all")
+    inputs = windows.inputs[:1, :_TOKENS].to(anatomy.input_device)
+    seen = _record(anatomy, inputs, candidates, width)
+    for matrix in candidates:
+        writer = seen.get(matrix.name)
+        if writer is None:
+            found[matrix.name] = "no norm of the stream follows it"
+        elif _writes(anatomy, inputs, matrix, writer):
+            found[matrix.name] = writer
     return found
 
 
-def _record(
-    anatomy: Anatomy, inputs: torch.Tensor, writers: Sequence[WeightMatrix], width: int
-) -> dict[str, tuple[torch.Tensor, NormSite]]:
-    """Run once; return each writer's input and the stream norm called first after it."""
+def radial_fraction(writer: Writer | str, matrix: WeightMatrix, quantized: TernaryWeight) -> Radial:
+    """Return ``Σ⟨ŷ,Δy⟩² / Σ‖Δy‖²`` with ``y`` the input of the next norm and ``Δy = (q - w) x`` (THEORY 1.1).
+
+    Args:
+        writer: From `find_writers`.
+        matrix: The matrix, as it was then.
+        quantized: Its quantized form.
+
+    Returns:
+        The radial fraction, or the reason there is none.
+    """
+    if isinstance(writer, str):
+        return Radial(None, writer)
+    difference = quantized.dequantize(torch.float32).double() - matrix.view().double()
+    change, y = writer.x.double() @ difference.T, writer.y.double()
+    total = change.square().sum()
+    along = ((y * change).sum(-1).square() / y.square().sum(-1).clamp(min=1e-300)).sum()
+    return Radial(float(along / total), writer.site.name) if total > 0 else Radial(None, "no error at all")
+
+
+def _record(anatomy: Anatomy, inputs: torch.Tensor, writers: Sequence[WeightMatrix], width: int) -> dict[str, Writer]:
+    """Run once; return each matrix's input with the stream norm called first after it, and that norm's input."""
     pending: dict[str, torch.Tensor] = {}
-    found: dict[str, tuple[torch.Tensor, NormSite]] = {}
+    found: dict[str, Writer] = {}
 
     def keep(matrix: WeightMatrix, x: torch.Tensor) -> None:
         pending[matrix.name] = x.clone()
 
     def claim(site: NormSite) -> Callable[..., None]:
-        def hook(_module: torch.nn.Module, _args: Any) -> None:
+        def hook(_module: torch.nn.Module, args: Any) -> None:
+            y = args[0].detach().reshape(-1, width).clone()
             for name in list(pending):
-                found.setdefault(name, (pending.pop(name), site))
+                found.setdefault(name, Writer(pending.pop(name), y, site))
 
         return hook
 
@@ -102,7 +114,7 @@ class _ReachedError(Exception):
     """Stops a forward once the norm's input is known."""
 
 
-def seen_norm(anatomy: Anatomy, inputs: torch.Tensor, site: NormSite) -> torch.Tensor:
+def norm_input(anatomy: Anatomy, inputs: torch.Tensor, site: NormSite) -> torch.Tensor:
     """Return what enters a norm, running the model no further.
 
     Args:
@@ -130,17 +142,15 @@ def seen_norm(anatomy: Anatomy, inputs: torch.Tensor, site: NormSite) -> torch.T
     return caught[0]
 
 
-def _writes(
-    anatomy: Anatomy, inputs: torch.Tensor, matrix: WeightMatrix, x: torch.Tensor, y: torch.Tensor, site: NormSite
-) -> bool:
-    """Flip one eighth of the matrix's columns: does exactly ``ΔW x`` arrive at the norm?"""
+def _writes(anatomy: Anatomy, inputs: torch.Tensor, matrix: WeightMatrix, writer: Writer) -> bool:
+    """Flip one eighth of the matrix's columns: does exactly ``dW x`` arrive at the norm?"""
     columns = torch.arange(0, matrix.in_features, 8)
     saved = matrix.read_columns(columns).clone()
     try:
         matrix.write_columns(columns, -saved)
-        arrived = seen_norm(anatomy, inputs, site).double() - y.double()
+        arrived = norm_input(anatomy, inputs, writer.site).double() - writer.y.double()
     finally:
         matrix.write_columns(columns, saved)
-    expected = x[:, columns.to(x.device)].double() @ (-2 * saved.double()).T
+    expected = writer.x[:, columns.to(writer.x.device)].double() @ (-2 * saved.double()).T
     size = expected.norm()
     return bool(size > 0 and (arrived - expected).norm() <= _LINEARITY * size)

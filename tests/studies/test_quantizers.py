@@ -15,7 +15,7 @@ from ternary_probe.errors import ProbeError
 from ternary_probe.perturb import sha256_weights
 from ternary_probe.records import QuantizedArm, load_record
 from ternary_probe.studies.quantizers import QuantizeOptions, _Study, kinship, run_quantizers
-from ternary_probe.studies.radial import radial_fractions
+from ternary_probe.studies.radial import find_writers, radial_fraction
 
 SCHEMES = ("absmean", "optimal@g16")
 SEEDS = (0, 1, 2)
@@ -206,9 +206,10 @@ NEXT_NORM = {
 @pytest.mark.parametrize("scheme", ["absmean", "sign"])
 def test_radial_fractions_equal_what_arrives_at_the_next_norm(loaded, windows, scheme):
     examined = anatomy.examine(loaded.model)
-    found = radial_fractions(
-        examined, windows, examined.block_matrices, lambda matrix: ternary.quantize(matrix.view(), scheme)
-    )
+    writers = find_writers(examined, windows, examined.block_matrices)
+    found = {
+        m.name: radial_fraction(writers[m.name], m, ternary.quantize(m.view(), scheme)) for m in examined.block_matrices
+    }
     for name, norm in NEXT_NORM.items():
         other = copy.deepcopy(loaded.model)
         weight = other.get_parameter(name)
@@ -231,7 +232,7 @@ def test_a_matrix_that_does_not_write_to_the_stream_has_no_radial_fraction(recor
 def test_radial_fractions_leave_every_bit_as_it_was(loaded, windows):
     before = sha256_weights(loaded.model)
     examined = anatomy.examine(loaded.model)
-    radial_fractions(examined, windows, examined.block_matrices, lambda m: ternary.quantize(m.view(), "absmean"))
+    find_writers(examined, windows, examined.block_matrices)
     assert sha256_weights(loaded.model) == before
 
 
