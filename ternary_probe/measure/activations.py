@@ -165,3 +165,15 @@ def column_energy(matrix: WeightMatrix) -> Vector:
     for start in range(0, matrix.out_features, step):
         total += weight[start : start + step].double().square().sum(0)
     return (total / matrix.out_features).cpu().numpy()
+
+
+def weight_energy(matrices: Sequence[WeightMatrix]) -> float:
+    """Return ``||W||_F^2`` summed over matrices, fp64, without an fp64 copy of any.
+
+    Args:
+        matrices: The matrices.
+
+    Returns:
+        The energy.
+    """
+    return sum(float(column_energy(m).sum()) * m.out_features for m in matrices)

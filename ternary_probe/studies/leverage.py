@@ -20,7 +20,7 @@ from ternary_probe import __version__
 from ternary_probe import anatomy as anatomies
 from ternary_probe.errors import ProbeError
 from ternary_probe.measure import Evaluator, Reference, Response, measure_activations, outlier_amplitude
-from ternary_probe.measure.activations import column_energy
+from ternary_probe.measure.activations import weight_energy
 from ternary_probe.measure.grid import grid_note
 from ternary_probe.measure.nll import check_windows
 from ternary_probe.perturb.proof import NotRestoredError, checksum, sha256_weights
@@ -181,7 +181,7 @@ class _Study:
         reference = self.evaluator.reference()
         baseline = reference.result
         clean = checksum(m.view() for m in self.matrices)
-        energy = sum(float(column_energy(m).sum()) * m.out_features for m in self.matrices)
+        energy = weight_energy(self.matrices)
 
         def measured(cell: Cell, done: int) -> Arm:
             self.progress(done, total, f"{cell.arm} at {cell.rate:g}, seed {cell.seed}")

@@ -17,6 +17,7 @@ from ternary_probe import anatomy as anatomies
 from ternary_probe import schemes, theory
 from ternary_probe.errors import ProbeError
 from ternary_probe.measure import Evaluator, Reference, perplexity
+from ternary_probe.measure.activations import weight_energy
 from ternary_probe.measure.divergence import compare, quantiles
 from ternary_probe.measure.grid import Grid, find_grid
 from ternary_probe.measure.nll import HEAD_BYTES
@@ -158,6 +159,7 @@ class _Study:
                 OutlierColumns(k=k, seed=0).sites(anatomy)
         self.done = 0
         self.clean = 0.0
+        self.energy = weight_energy(self.matrices)
         self.writers = find_writers(anatomy, windows, self.matrices)
         per_scheme = 1 + len(_ARMS) * len(options.seeds) + len(options.plant)
         self.total = 1 + len(options.schemes) * per_scheme + len(options.plant)
@@ -273,12 +275,11 @@ class _Study:
         before = reference.result.perplexity
         after = perplexity(reference.result.mean + float(found.nll.mean())) if ok else None
         forward, reverse = (quantiles(v) if ok else None for v in (found.kl_forward, found.kl_reverse))
-        squares = sum(float(m.view().double().square().sum()) for m in self.matrices)
         measured = QuantizedArm(
             scheme=scheme,
             arm=arm,
             seed=None if arm == "ternary" else recipe.seed,
-            relative_norm=math.sqrt(applied.delta_energy / squares) if squares else None,
+            relative_norm=math.sqrt(applied.delta_energy / self.energy) if self.energy else None,
             delta_nll=interval.value if interval else None,
             ci_low=finite(interval.low) if interval else None,
             ci_high=finite(interval.high) if interval else None,
@@ -321,18 +322,18 @@ class _Study:
             self.step(f"outliers of strength {k:g}")
             reference = self.evaluator.reference()
             shift = reference.result.mean - self.clean
+            energy = weight_energy(self.matrices)
             for name in self.options.schemes:
                 recipe = self.options.recipe(name)
                 with recipe.applied(self.anatomy) as applied:
                     self.step(f"outliers of strength {k:g}: {name}")
                     response = self.evaluator.response(reference)
-                squares = sum(float(m.view().double().square().sum()) for m in self.matrices)
                 delta = response.nll.mean - reference.result.mean
                 yield PlantedOutliers(
                     k=k,
                     scheme=schemes.parse(name).describe(),
                     baseline_shift=shift,
-                    relative_error=applied.delta_energy / squares,
+                    relative_error=applied.delta_energy / energy,
                     delta_nll=finite(delta),
                     kl=finite(response.kl.mean) if response.kl is not None else None,
                     status="ok" if math.isfinite(delta) else "non_finite",
