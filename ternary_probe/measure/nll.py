@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ternary_probe.anatomy import explain_non_finite
 from ternary_probe.errors import ProbeError
+from ternary_probe.measure._kl import careful_divergence, log_partition, quick_divergence, safe_log_partition
 from ternary_probe.perturb.proof import checksum_tensor
 
 if TYPE_CHECKING:
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
 Vector = NDArray[np.float64]
 
-HEAD_BYTES = 24 << 20  # a chunk of fp32 logits: large enough for fast kernels, small beside any model
+# Logits held at a time. Large enough for fast kernels, small beside any model, and above the 32 MiB up to which glibc
+# serves a request from its heap, where such pieces leave holes twice their size.
+HEAD_BYTES = 40 << 20
 _ROWS = 16  # matrix kernels treat rows alike in multiples of 16, so any such chunk gives the same bits
 _SPARE_POSITIONS = 8
-_KL_ROWS = 8  # rows of logits at a time that stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Reference:
     result: NllResult
     states: tuple[torch.Tensor, ...]
     """One ``[L, d]`` tensor per window, in the model's dtype."""
+    log_z: tuple[torch.Tensor, ...]
+    """Log-partition of the scored tokens, one ``[scored]`` tensor per window; NaN where it must not be relied on."""
     head: int | None = None
     """Checksum of the head's matrix, which must be the clean one when the clean logits are recomputed."""
 
@@ -129,6 +133,10 @@ def check_windows(anatomy: Anatomy, windows: Windows) -> None:
         )
 
 
+def _whole(rows: int) -> int:
+    return max(_ROWS, rows // _ROWS * _ROWS)
+
+
 class Evaluator:
     """Scores one text on one model, again and again.
 
@@ -136,8 +144,8 @@ class Evaluator:
         anatomy: The model's anatomy; the model is called as it is at that moment, perturbed or not.
         windows: The text.
         batch: Windows per backbone call. One is as fast on a CPU and leanest.
-        head_bytes: Upper bound for a chunk of fp32 logits, in bytes.
-        rows: Rows of a chunk, instead of the size in bytes.
+        head_bytes: Upper bound for the fp32 logits held at a time, clean ones beside perturbed ones included, in bytes.
+        rows: Rows of logits held at a time, instead of the size in bytes.
 
     Raises:
         ProbeError: If the model does not hold the head's invariants (chunked logits differ from its own).
@@ -168,8 +176,9 @@ class Evaluator:
         self.anatomy = anatomy
         self.windows = windows
         self.batch = max(1, batch)
-        fitting = head_bytes // (4 * anatomy.head.vocab_size)
-        self.rows = rows or max(_ROWS, fitting // _ROWS * _ROWS)
+        self.rows = rows or _whole(head_bytes // (4 * anatomy.head.vocab_size))
+        # As many rows in all where clean ones stand beside them; an odd size stays odd.
+        self.paired_rows = _whole(self.rows // 2) if self.rows % _ROWS == 0 else self.rows // 2 | 1
         self.evaluations = 0
         self._head_version = -1
 
@@ -198,8 +207,9 @@ class Evaluator:
             The reference for `response`.
         """
         kept: list[torch.Tensor] = []
-        result = self._score(None, keep_states=kept)
-        return Reference(result.nll, tuple(kept), self._head_checksum())
+        log_z: list[torch.Tensor] = []
+        result = self._score(None, keep_states=kept, keep_log_z=log_z)
+        return Reference(result.nll, tuple(kept), tuple(log_z), self._head_checksum())
 
     @torch.no_grad()
     def response(self, reference: Reference) -> Response:
@@ -254,19 +264,19 @@ class Evaluator:
         """
         self.evaluations += 1
         for index, states in self._states():
-            for part, mask in self._parts(index):
-                keep = mask.to(states.device)
-                if keep.any():
-                    now, clean = (self._logits(s[part])[keep] for s in (states, reference.states[index]))
-                    yield index, clean, now, self.windows.targets[index][part].to(now.device)[keep]
+            for part, keep in self._parts(index, self.paired_rows):
+                clean, now = self._pair(states, reference.states[index], part, keep)
+                yield index, clean, now, self._targets(index, part, keep, now.device)
+                del clean, now  # before the next chunk is made
 
-    def _parts(self, index: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the chunks of a window that hold scored tokens, with the mask of those."""
+    def _parts(self, index: int, rows: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the chunks of a window that hold scored tokens, with the rows of those within the chunk."""
         scored = self.windows.scored[index]
         first = int(scored.nonzero()[0]) // _ROWS * _ROWS
-        for start in range(first, len(scored), self.rows):
-            part = slice(start, start + self.rows)
-            yield part, scored[part]
+        for start in range(first, len(scored), rows):
+            part = slice(start, start + rows)
+            if scored[part].any():
+                yield part, scored[part].nonzero()[:, 0]
 
     def _score(
         self,
@@ -274,6 +284,7 @@ class Evaluator:
         *,
         keep_tokens: bool = False,
         keep_states: list[torch.Tensor] | None = None,
+        keep_log_z: list[torch.Tensor] | None = None,
         explain: bool = True,
     ) -> Response:
         self.evaluations += 1
@@ -286,8 +297,13 @@ class Evaluator:
         for index, states in self._states():
             if keep_states is not None:
                 keep_states.append(states.clone())
-            clean = None if reference is None else reference.states[index]
-            nll, kl = self._window(index, states, clean)
+            if reference is None:
+                nll, log_z = self._window(index, states, keep_log_z=keep_log_z is not None)
+                kl = None
+                if keep_log_z is not None and log_z is not None:
+                    keep_log_z.append(log_z)
+            else:
+                nll, kl = self._paired_window(index, states, reference)
             sums[index] = nll.double().sum().item()
             if kl is not None:
                 kls[index] = kl.double().sum().item()
@@ -309,20 +325,56 @@ class Evaluator:
                 yield start + offset, states[offset]
 
     def _window(
-        self, index: int, states: torch.Tensor, clean: torch.Tensor | None
+        self, index: int, states: torch.Tensor, *, keep_log_z: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return NLL and KL of one window's scored tokens, shape ``[scored]`` each."""
-        pieces: list[torch.Tensor] = []
-        kls: list[torch.Tensor] = []
-        for part, mask in self._parts(index):
+        """Return NLL and, on request, the log-partition of one window's scored tokens, shape ``[scored]`` each."""
+        nlls: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
+        for part, keep in self._parts(index, self.rows):
             logits = self._logits(states[part])
-            targets = self.windows.targets[index][part].to(logits.device)
-            log_z = logits.logsumexp(-1)
-            nll = log_z - logits.gather(-1, targets[:, None]).squeeze(-1)
-            pieces.append(nll[mask.to(nll.device)])
-            if clean is not None:
-                kls.append(_kl(self._logits(clean[part]), logits, log_z)[mask.to(nll.device)])
-        return torch.cat(pieces), torch.cat(kls) if clean is not None else None
+            log_z = log_partition(logits)
+            here = keep.to(logits.device)
+            nlls.append(log_z[here] - logits[here, self._targets(index, part, keep, logits.device)])
+            if keep_log_z:
+                kept.append(safe_log_partition(logits, log_z)[here])
+            del logits  # before the next chunk is made
+        return torch.cat(nlls), torch.cat(kept) if keep_log_z else None
+
+    def _paired_window(
+        self, index: int, states: torch.Tensor, reference: Reference
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return NLL and KL of one window's scored tokens, shape ``[scored]`` each."""
+        nlls: list[torch.Tensor] = []
+        kls: list[torch.Tensor] = []
+        done = 0
+        for part, keep in self._parts(index, self.paired_rows):
+            clean, now = self._pair(states, reference.states[index], part, keep)
+            targets = self._targets(index, part, keep, now.device)
+            scores = now.gather(-1, targets[:, None]).squeeze(-1)
+            log_z = reference.log_z[index][done : done + len(keep)].to(now.device)
+            done += len(keep)
+            divergence = quick_divergence(clean, now, log_z)
+            del clean, now  # before the next chunk is made
+            if divergence is None:
+                divergence = careful_divergence(*self._pair(states, reference.states[index], part, keep))
+            nlls.append(divergence.log_z - scores)
+            kls.append(divergence.kl)
+        return torch.cat(nlls), torch.cat(kls)
+
+    def _pair(
+        self, states: torch.Tensor, clean: torch.Tensor, part: slice, keep: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return clean and present logits of a chunk's scored rows, from one pass of the head: its matrix is read once."""
+        rows = len(states[part])
+        both = self._logits(torch.cat((clean[part].to(states.device), states[part])))
+        if len(keep) == rows:
+            return both[:rows], both[rows:]
+        keep = keep.to(both.device)
+        return both[:rows][keep], both[rows:][keep]
+
+    def _targets(self, index: int, part: slice, keep: torch.Tensor, device: torch.device) -> torch.Tensor:
+        targets: torch.Tensor = self.windows.targets[index][part][keep].to(device)
+        return targets
 
     def _logits_of(self, index: int) -> torch.Tensor:
         return self._logits(self.anatomy.head.states(self._inputs(slice(index, index + 1)))[0])
@@ -330,39 +382,3 @@ class Evaluator:
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         logits = self.anatomy.head.logits(rows)
         return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _kl(clean: torch.Tensor, perturbed: torch.Tensor, perturbed_log_z: torch.Tensor) -> torch.Tensor:
-    """Return KL(clean || perturbed) per row; both logits are used up to save memory. Equal rows give exactly 0."""
-    block = _KL_ROWS if clean.device.type == "cpu" else max(1, len(clean))
-    spare = torch.empty_like(clean[:block])
-    pieces = [
-        _kl_rows(clean[rows], perturbed[rows], perturbed_log_z[rows], spare)
-        for rows in (slice(start, start + block) for start in range(0, len(clean), block))
-    ]
-    return torch.cat(pieces)
-
-
-def _kl_rows(
-    clean: torch.Tensor, perturbed: torch.Tensor, perturbed_log_z: torch.Tensor, spare: torch.Tensor
-) -> torch.Tensor:
-    """Return the KL of a few rows.
-
-    With ``t`` the change of a logit less its mean under the clean model, ``KL = log E[e^t] = log1p(E[e^t - 1 - t])``: a sum
-    without negative terms, right to a relative error where the difference of two log-softmaxes has an absolute one of
-    about 1e-6 and can turn negative. Where the two disagree by more than that, an exponential over- or underflowed.
-    """
-    change = torch.sub(perturbed, clean, out=perturbed)
-    top = clean.amax(-1, keepdim=True)
-    weight = clean.sub_(top).exp_()
-    total = weight.sum(-1)
-    mean = torch.linalg.vecdot(weight, change) / total
-    if not torch.isfinite(mean).all():  # a token that both models rule out changes by inf - inf
-        mean = torch.linalg.vecdot(weight, change.masked_fill_(weight == 0, 0)) / total
-    log_z = top[:, 0] + total.log()
-    direct = perturbed_log_z - log_z - mean
-    change.sub_(mean[:, None])
-    excess = torch.expm1(change, out=spare[: len(change)]).sub_(change)
-    precise = (torch.linalg.vecdot(weight, excess) / total).clamp_min_(0).log1p()
-    rounding = 16 * torch.finfo(clean.dtype).eps * (1 + perturbed_log_z.abs() + log_z.abs() + mean.abs())
-    return torch.where((precise - direct).abs() <= rounding, precise, direct)

@@ -15,7 +15,8 @@ from ternary_probe.errors import ProbeError
 
 # Never wider than 32 bits: modulo 2^64 the sign bit of a 64-bit word weighs the same, or nothing, at every position.
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_CHUNK = {"cpu": 1 << 17}  # stays in a core's cache; accelerators take larger pieces to amortise launches
+_COLUMNS = 1024
+_ROWS = {"cpu": 256}  # a piece stays in a core's cache; accelerators take larger ones to amortise launches
 _MASK = (1 << 64) - 1
 
 
@@ -44,17 +45,18 @@ def checksum_tensor(tensor: torch.Tensor) -> int:
     if not dense.is_contiguous():
         dense = dense.t() if dense.ndim == 2 and dense.t().is_contiguous() else dense.contiguous()
     bits = dense.reshape(-1).view(_INTEGER[dense.element_size()])
-    size = _CHUNK.get(bits.device.type, 1 << 24)
-    weights = torch.arange(1, min(size, bits.numel()) + 1, dtype=torch.int64, device=bits.device)
-    total = 0
-    buffer = torch.empty_like(weights)
-    for start in range(0, bits.numel(), size):
-        piece = bits[start : start + size]
-        weighted = buffer[: piece.numel()]
-        weighted.copy_(piece)
-        weighted.mul_(weights[: piece.numel()])
-        total += int(weighted.sum())
-        weights.add_(size)
+    tail = bits.numel() // _COLUMNS * _COLUMNS
+    table, rest = bits[:tail].view(-1, _COLUMNS), bits[tail:].long()
+    total = int((rest * torch.arange(tail + 1, bits.numel() + 1, device=bits.device)).sum())
+    # Position r * C + c + 1 splits into a part that only the row's sum sees and one that only the column's sum does, so
+    # the elements are read twice and never widened into a copy.
+    size = _ROWS.get(bits.device.type, 1 << 14)
+    down = torch.arange(size, device=bits.device) * _COLUMNS
+    across = torch.arange(1, _COLUMNS + 1, device=bits.device)
+    for start in range(0, len(table), size):
+        piece = table[start : start + size]
+        rows, columns = piece.sum(1), piece.sum(0)
+        total += int((rows * (down[: len(piece)] + start * _COLUMNS)).sum() + (columns * across).sum())
     return total & _MASK
 
 

@@ -157,14 +157,14 @@ def test_full_logits_are_never_materialised():
     anatomy = examine(model)
     windows = cut(3, window=96)
     tap = HeadTap(model.lm_head)
-    evaluator = Evaluator(anatomy, windows, rows=16)
+    evaluator = Evaluator(anatomy, windows, head_bytes=32 * 4 * anatomy.vocab_size)
 
     reference = evaluator.reference()
     passes = len(tap.rows)
     evaluator.response(reference)
 
-    assert max(tap.rows) == 16
-    assert passes == 3 * 96 // 16
+    assert max(tap.rows) == 32  # clean rows beside perturbed ones count, too
+    assert passes == 3 * 96 // 32
     assert len(tap.rows) == 3 * passes  # clean once, then clean and perturbed
     assert sum(state.numel() for state in reference.states) == 3 * 96 * model.config.hidden_size
 
