@@ -15,9 +15,11 @@ from tiny import tiny_llama
 from torch import nn
 
 from ternary_probe.anatomy import Anatomy, examine
+from ternary_probe.cli.options import HEAD_MIB
 from ternary_probe.errors import ProbeError
 from ternary_probe.loading import LoadedModel
 from ternary_probe.measure import Evaluator, NonFiniteError, perplexity
+from ternary_probe.measure.nll import HEAD_BYTES
 from ternary_probe.perturb import SignFlip
 from ternary_probe.text import Text, Windows, make_windows, read_text
 
@@ -449,3 +451,7 @@ def test_rolling_nll_of_the_demo_model_equals_lm_eval(demo_model, demo_anatomy):
     # torch's fp32 log_softmax over 49,152 entries is itself off by 2e-5 nat a token on a CPU (5e-6 of this sum)
     expected = rolling_by_lm_eval(demo_model.model, demo_model.tokenizer, content, 96, softmax="float64")
     assert -result.sums.sum() == pytest.approx(expected, rel=1e-6)
+
+
+def test_command_line_and_library_hold_equally_many_logits_by_default():
+    assert HEAD_MIB << 20 == HEAD_BYTES
