@@ -34,12 +34,9 @@ def log_partition(logits: torch.Tensor) -> torch.Tensor:
     return torch.cat([piece.logsumexp(-1) for piece in torch.split_with_sizes(logits, _pieces(logits))])
 
 
-def _block(logits: torch.Tensor) -> int:
-    return _ROWS if logits.device.type == "cpu" else max(1, len(logits))
-
-
 def _pieces(logits: torch.Tensor) -> list[int]:
-    block, rows = _block(logits), len(logits)
+    rows = len(logits)
+    block = _ROWS if logits.device.type == "cpu" else max(1, rows)
     return [min(block, rows - start) for start in range(0, rows, block)]
 
 
@@ -71,21 +68,20 @@ def quick_divergence(clean: torch.Tensor, perturbed: torch.Tensor, clean_log_z: 
     if not torch.isfinite(clean_log_z).all():
         return None
     kls, means = [], []
-    block = _block(clean)
-    spare = torch.empty_like(clean[:block])
-    for start in range(0, len(clean), block):
-        rows = slice(start, start + block)
-        weight = clean[rows]
-        change = perturbed[rows].sub_(weight)
-        weight.sub_(clean_log_z[rows, None]).exp_()
+    pieces = _pieces(clean)
+    spare = torch.empty_like(clean[: pieces[0]])
+    sides = (torch.split_with_sizes(side, pieces) for side in (clean, perturbed, clean_log_z))
+    for weight, change, log_z in zip(*sides, strict=True):
+        change.sub_(weight)
+        weight.sub_(log_z[:, None]).exp_()
         mean = torch.linalg.vecdot(weight, change)
         change.sub_(mean[:, None])
         excess = torch.expm1(change, out=spare[: len(change)]).sub_(change)
         kls.append(torch.linalg.vecdot(weight, excess).clamp_min_(0).log1p_())
         means.append(mean)
     kl = torch.cat(kls)
-    log_z = clean_log_z + torch.cat(means) + kl
-    return Divergence(kl, log_z) if torch.isfinite(log_z).all() else None
+    perturbed_log_z = clean_log_z + torch.cat(means) + kl
+    return Divergence(kl, perturbed_log_z) if torch.isfinite(perturbed_log_z).all() else None
 
 
 def careful_divergence(clean: torch.Tensor, perturbed: torch.Tensor) -> Divergence:
