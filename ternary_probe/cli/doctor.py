@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from ternary_probe.cli import options as opt
 
 
-def doctor(json: opt.JsonOption = None, quiet: opt.QuietOption = False) -> None:
-    """Versions, devices, caches: what this environment can do."""
+def doctor(
+    lm_eval: Annotated[
+        bool,
+        typer.Option("--lm-eval/--no-lm-eval", help="Try the routes from lm-eval to the plugin (some ten seconds)."),
+    ] = True,
+    json: opt.JsonOption = None,
+    quiet: opt.QuietOption = False,
+) -> None:
+    """Versions, devices, caches, and which ways lead from lm-eval to the plugin: what this environment can do."""
+    from ternary_probe.cli.lm_eval_routes import find_routes
+    from ternary_probe.cli.session import check_output, status
     from ternary_probe.records import Environment, write_atomically
 
-    found = {**Environment.here().model_dump(), **_devices(), **_demo_model()}
+    check_output(None, json)
+    with status("trying lm-eval's routes to the plugin", quiet=quiet or json == "-" or not lm_eval):
+        routes = find_routes(attempt=lm_eval)
+    found = {**Environment.here().model_dump(), **_devices(), **_demo_model(), **routes}
     if json == "-":
         sys.stdout.write(jsonlib.dumps(found, indent=2) + "\n")
         return
@@ -25,12 +39,16 @@ def doctor(json: opt.JsonOption = None, quiet: opt.QuietOption = False) -> None:
         from rich.console import Console
         from rich.table import Table
 
+        console = Console()
         table = Table(show_header=False, box=None)
+        hook = found.pop("lm-eval hook YAML", None)
         for name, value in found.items():
             rows = value.items() if isinstance(value, dict) else [(name, value)]
             for key, shown in rows:
                 table.add_row(str(key), str(shown))
-        Console().print(table)
+        console.print(table)
+        if hook is not None:  # on a line of its own, to be copied whole
+            console.print(f"\nlm-eval hook YAML, for --tasks TASK,THIS:\n{hook}", highlight=False, soft_wrap=True)
 
 
 def _devices() -> dict[str, Any]:

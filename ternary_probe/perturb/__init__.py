@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ternary_probe.perturb._parse import from_description, parse
+from ternary_probe.perturb._parse import KINDS, from_description, parse
 from ternary_probe.perturb.column_flip import ColumnFlip
 from ternary_probe.perturb.columns import Columns, top_columns
 from ternary_probe.perturb.composed import Composed
@@ -14,6 +14,7 @@ from ternary_probe.perturb.sign_flip import SignFlip
 from ternary_probe.perturb.ternarize import Ternarize
 
 __all__ = [
+    "KINDS",
     "Application",
     "ColumnFlip",
     "Columns",
