@@ -109,6 +109,12 @@ def quantize(
     if save is not None:
         from ternary_probe.saving import save_quantized
 
+        if measure:
+            from ternary_probe.anatomy import examine
+            from ternary_probe.studies.quantizers import require_measurable
+
+            require_measurable(examine(loaded.model), options)
+
         with status(f"saving to {save}", quiet=silent):
             saved = save_quantized(loaded, options.recipe(options.schemes[0]), save, format=format)  # type: ignore[arg-type]
     if not measure:

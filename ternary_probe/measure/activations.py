@@ -71,23 +71,20 @@ def measure_activations(
     Returns:
         The moments. Memory: two vectors per matrix.
     """
-    squares: dict[str, torch.Tensor] = {}
-    absolutes: dict[str, torch.Tensor] = {}
-    counts: dict[str, int] = {}
+    wanted = list(anatomy.block_matrices if matrices is None else matrices)
+    # Accumulators are made before the forward: a small vector allocated between its large temporaries lands in the hole
+    # one of them left, the next does not fit there any more, and the heap grows by a temporary for every matrix.
+    squares = {m.name: _accumulator(m) for m in wanted}
+    absolutes = {m.name: _accumulator(m) for m in wanted}
+    counts = dict.fromkeys(squares, 0)
 
     def accumulate(matrix: WeightMatrix, x: torch.Tensor) -> None:
         rows = x.detach().reshape(-1, x.shape[-1])
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        square = rows.square().sum(0, dtype=torch.float64)
-        if matrix.name not in squares:
-            squares[matrix.name] = torch.zeros_like(square)
-            absolutes[matrix.name] = torch.zeros_like(square)
-            counts[matrix.name] = 0
-        squares[matrix.name] += square
-        absolutes[matrix.name] += rows.abs().sum(0, dtype=torch.float64)
+        squares[matrix.name] += rows.square().sum(0, dtype=torch.float64).to(squares[matrix.name].device)
+        absolutes[matrix.name] += rows.abs().sum(0, dtype=torch.float64).to(absolutes[matrix.name].device)
         counts[matrix.name] += rows.shape[0]
 
-    wanted = list(anatomy.block_matrices if matrices is None else matrices)
     with_head = any(matrix.block is None for matrix in wanted)
     with torch.no_grad(), tap_inputs(anatomy, wanted, accumulate):
         for inputs in windows.inputs:
@@ -104,6 +101,11 @@ def measure_activations(
                 (total / tokens).cpu().numpy(), (absolutes[name] / tokens).cpu().numpy(), tokens
             )
     return Activations(moments)
+
+
+def _accumulator(matrix: WeightMatrix) -> torch.Tensor:
+    device = torch.device("cpu") if matrix.device.type == "meta" else matrix.device
+    return torch.zeros(matrix.in_features, dtype=torch.float64, device=device)
 
 
 class OutlierAmplitude(NamedTuple):

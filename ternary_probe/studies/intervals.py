@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+import scipy  # its parts are imported when first used: a gate of files alone needs none of them
 
 Values = Sequence[float] | np.ndarray
 
@@ -45,7 +45,7 @@ def mean_interval(values: Values, confidence: float = 0.95) -> Interval:
     mean = float(x.mean())
     if x.size < 2:
         return Interval(mean, -math.inf, math.inf)
-    half = float(stats.t.ppf((1 + confidence) / 2, x.size - 1) * x.std(ddof=1) / math.sqrt(x.size))
+    half = float(scipy.stats.t.ppf((1 + confidence) / 2, x.size - 1) * x.std(ddof=1) / math.sqrt(x.size))
     return Interval(mean, mean - half, mean + half)
 
 
@@ -76,7 +76,7 @@ def ratio_of_means(numerator: Values, denominator: Values, confidence: float = 0
     if variance == 0:
         return RatioInterval(Interval(ratio, ratio, ratio), "")
     freedom = variance**2 / sum(p**2 / (x.size - 1) for p, x in zip(parts, (a, b), strict=True))
-    half = float(stats.t.ppf((1 + confidence) / 2, freedom) * math.sqrt(variance))
+    half = float(scipy.stats.t.ppf((1 + confidence) / 2, freedom) * math.sqrt(variance))
     if half > 700:
         return RatioInterval(None, "the seeds differ too much for an interval")
     return RatioInterval(Interval(ratio, ratio * math.exp(-half), ratio * math.exp(half)), "")
@@ -131,5 +131,5 @@ def log_log_slope(rates: Values, means: Values) -> Slope | None:
         return None
     if x.size == 2:
         return Slope(float((y[1] - y[0]) / (x[1] - x[0])), None)
-    fit = stats.linregress(x, y)
+    fit = scipy.stats.linregress(x, y)
     return Slope(float(fit.slope), float(fit.stderr))

@@ -45,7 +45,7 @@ from ternary_probe.ternary import quantization_error
 from ternary_probe.text import Windows
 
 if TYPE_CHECKING:
-    from ternary_probe.anatomy import Anatomy
+    from ternary_probe.anatomy import Anatomy, WeightMatrix
     from ternary_probe.loading import LoadedModel
 
 Arm = Literal["ternary", "sign_flip", "magnitude"]
@@ -82,7 +82,7 @@ class QuantizeOptions:
         """Refuse what names no scheme or no strength.
 
         Raises:
-            ProbeError: If a scheme is unknown or given twice, or a strength is not positive.
+            ProbeError: If a scheme is unknown, a scheme or a strength is given twice, or a strength is not positive.
         """
         if not self.schemes:
             raise ProbeError("no scheme given: use --scheme absmean")
@@ -92,6 +92,8 @@ class QuantizeOptions:
         for k in self.plant:
             if not (math.isfinite(k) and k > 0):
                 raise ProbeError(f"--plant-outliers {k:g}: a strength is a positive factor, such as 8")
+        if len(set(self.plant)) != len(self.plant):
+            raise ProbeError(f"--plant-outliers names one strength twice: {', '.join(f'{k:g}' for k in self.plant)}")
 
     def recipe(self, scheme: str) -> Ternarize:
         """Return the recipe of one scheme.
@@ -141,22 +143,38 @@ def run_quantizers(
     )
 
 
+def require_measurable(anatomy: Anatomy, options: QuantizeOptions) -> list[WeightMatrix]:
+    """Refuse what could be quantized and saved but not measured, before any of it is done.
+
+    Args:
+        anatomy: The model's anatomy.
+        options: What is to run.
+
+    Returns:
+        The matrices that will be ternarized.
+
+    Raises:
+        ProbeError: If one lies outside the blocks, or columns cannot be planted.
+    """
+    matrices = options.recipe(options.schemes[0]).targets(anatomy)
+    outside = next((matrix.name for matrix in matrices if matrix.block is None), None)
+    if outside is not None:
+        raise ProbeError(
+            f"{outside} lies outside the blocks, and a perturbed head leaves no clean logits to compare with: --exclude it"
+        )
+    for k in options.plant:
+        if k != 1:
+            OutlierColumns(k=k, seed=0).sites(anatomy)
+    return matrices
+
+
 class _Study:
     """One study on one model."""
 
     def __init__(self, anatomy: Anatomy, windows: Windows, options: QuantizeOptions, progress: Progress) -> None:
         self.anatomy, self.windows, self.options, self.progress = anatomy, windows, options, progress
         self.evaluator = Evaluator(anatomy, windows, head_bytes=options.head_bytes)
-        self.matrices = options.recipe(options.schemes[0]).targets(anatomy)
-        if any(matrix.block is None for matrix in self.matrices):
-            outside = next(m.name for m in self.matrices if m.block is None)
-            raise ProbeError(
-                f"{outside} lies outside the blocks, and a perturbed head leaves no clean logits to compare with: "
-                "--exclude it"
-            )
-        for k in options.plant:
-            if k != 1:  # refused here, not after every scheme was measured
-                OutlierColumns(k=k, seed=0).sites(anatomy)
+        self.matrices = require_measurable(anatomy, options)
         self.done = 0
         self.clean = 0.0
         self.energy = weight_energy(self.matrices)

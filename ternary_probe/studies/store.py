@@ -61,8 +61,14 @@ class CellStore:
 
         Returns:
             The cell, or ``None`` when it is not finished.
+
+        Raises:
+            ProbeError: If the file cannot be read any more.
         """
-        row = self._db.execute("SELECT value FROM cells WHERE key = ?", (key,)).fetchone()
+        try:
+            row = self._db.execute("SELECT value FROM cells WHERE key = ?", (key,)).fetchone()
+        except sqlite3.Error as error:
+            raise ProbeError(f"cannot read {self.path}: {error}; delete the file, or choose another --out") from error
         if row is None:
             return None
         try:

@@ -288,3 +288,18 @@ def test_an_error_that_is_no_users_mistake_is_not_hidden(probe, tiny_folder, mon
 
     with pytest.raises(ZeroDivisionError):
         probe("inspect", tiny_folder, "-q")
+
+
+def test_one_strength_of_planted_outliers_given_twice(probe, tiny_folder):
+    outcome = probe("quantize", tiny_folder, "--plant-outliers", "2,2")
+
+    assert outcome.code == 2
+    assert "names one strength twice" in outcome.err
+
+
+def test_what_cannot_be_measured_is_refused_before_it_is_saved(probe, tiny_folder, tmp_path):
+    outcome = probe("quantize", tiny_folder, "--include", "*", "--save", tmp_path / "saved", "--windows", "1")
+
+    assert outcome.code == 2
+    assert "lies outside the blocks" in outcome.err
+    assert not (tmp_path / "saved").exists()

@@ -115,3 +115,11 @@ def test_a_full_disk_is_a_clear_error_and_earlier_cells_stay(tmp_path):
     with CellStore(tmp_path, FINGERPRINT) as again:
         assert again.get("a") == {"kl": 1.0}
         assert again.get("b") is None
+
+
+def test_a_file_that_cannot_be_read_any_more_is_a_clear_error(tmp_path):
+    store = CellStore(tmp_path, FINGERPRINT)
+    store._db.execute("DROP TABLE cells")
+
+    with pytest.raises(ProbeError, match=r"cannot read .*cells.sqlite"):
+        store.get("a|1")
