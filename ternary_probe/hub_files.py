@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_download, snapshot_download, try_to_load_from_cache
@@ -36,11 +38,27 @@ def fetch_checkpoint(repository: str, revision: str | None) -> Path:
     Raises:
         HubError: If the repository, revision or config does not exist, access is denied, or the Hub cannot be reached.
     """
-    try:
+    with named_errors(repository, revision):
         folder = Path(hf_hub_download(repository, CONFIG, revision=revision)).parent
         if download(repository, SINGLE, folder.name) is None and (index := download(repository, INDEX, folder.name)):
             shards = sorted(set(read_index(index).values()))
             snapshot_download(repository, revision=folder.name, allow_patterns=shards)
+    return folder
+
+
+@contextmanager
+def named_errors(repository: str, revision: str | None) -> Iterator[None]:
+    """Turn whatever the Hub's library raises into one sentence that names the model and the mend.
+
+    Args:
+        repository: The hub id.
+        revision: Branch, tag or commit; None for the default branch.
+
+    Raises:
+        HubError: If the block raised an error of the Hub, of the network or of the file system.
+    """
+    try:
+        yield
     except GatedRepoError as error:
         raise HubError(f"{repository} is gated: accept its terms on the Hub and log in with `hf auth login`") from error
     except RevisionNotFoundError as error:
@@ -61,7 +79,6 @@ def fetch_checkpoint(repository: str, revision: str | None) -> Path:
         raise HubError(f"{repository} on the Hub is not a transformers checkpoint: it has no {CONFIG}") from error
     except OSError as error:
         raise HubError(f"{repository} cannot be fetched from the Hub: {' '.join(str(error).split())[:200]}") from error
-    return folder
 
 
 def download(repository: str, name: str, commit: str) -> Path | None:

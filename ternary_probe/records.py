@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from ternary_probe.errors import ProbeError
 
@@ -523,6 +523,38 @@ class TheoryRecord(Record):
     stack: tuple[str, ...] = Field((), description="the real model's matrices that were stacked, by layer")
 
 
+FindingStatus = Literal["pass", "warn", "fail", "inconclusive", "not_applicable"]
+
+
+class Finding(Part):
+    """What one check found: measured against a threshold, unrounded, and explained in a sentence."""
+
+    check: str
+    status: FindingStatus
+    subject: str = Field("", description="tensor, module, block or task it speaks of; empty for the whole model")
+    measured: Finite | None = None
+    threshold: Finite | None = None
+    unit: str = ""
+    message: str
+    details: dict[str, JsonValue] = Field(default_factory=dict, description="the evidence, by name")
+
+
+class GateRecord(Record):
+    """Result of ``ternary-probe gate``."""
+
+    command: Literal["gate"] = "gate"
+    base: ModelInfo | None = Field(
+        None, description="what the candidate was compared with; null for a gate of one model"
+    )
+    policy: str = Field(description="file, or 'default'")
+    policy_sha256: str
+    tiers: tuple[str, ...] = Field(description="parameters, scan, forward, response: what was asked for")
+    findings: tuple[Finding, ...]
+    verdict: Literal["pass", "fail", "inconclusive"]
+    reason: str
+    bytes_read: int | None = Field(None, description="of checkpoint files, by the checks that build no model")
+
+
 def write_atomically(path: Path, content: str | bytes) -> Path:
     """Write a file so that a reader sees the old content or the whole new one, never a part.
 
@@ -590,6 +622,7 @@ def load_record(path: Path) -> Record:
         "inspect": InspectRecord,
         "quantize": QuantizeRecord,
         "theory": TheoryRecord,
+        "gate": GateRecord,
     }
     kind = kinds.get(str(data.get("command")) if isinstance(data, dict) else "")
     if kind is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -35,7 +36,17 @@ IMPOSTORS = {
 
 
 class BrokenFileError(ProbeError):
-    """A weight file is damaged or is not what its name says."""
+    """A weight file is damaged or is not what its name says.
+
+    Args:
+        message: The sentence.
+        fault: The kind of damage in one word: ``empty``, ``truncated``, ``trailing``, ``zeroed``, ``impostor``
+            (a file of another kind), ``unreadable`` or ``damaged`` (a header that contradicts itself).
+    """
+
+    def __init__(self, message: str, fault: str = "damaged") -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +84,42 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            start = stream.read(64)
-            length = int.from_bytes(start[:8], "little")
-            reject_impostors(file, start, size)
-            if length > LONGEST_HEADER:
-                raise BrokenFileError(f"{file} is not a safetensors file: it announces a header of {length} bytes")
-            if 8 + length > size:
-                raise BrokenFileError(
-                    f"{file} is truncated: it ends {8 + length - size} bytes before the end of its header"
-                )
-            stream.seek(8)
-            raw = stream.read(length)
+
+            def read(begin: int, end: int) -> bytes:
+                stream.seek(begin)
+                return stream.read(end - begin)
+
+            entries, data_start = header_of(file, size, read)
     except OSError as error:
-        raise BrokenFileError(f"{file} cannot be read: {error.strerror or error}") from error
-    entries = parse(file, raw, data_start=8 + length)
-    check_layout(file, entries, data_start=8 + length, size=size)
+        raise BrokenFileError(f"{file} cannot be read: {error.strerror or error}", "unreadable") from error
+    check_layout(file, entries, data_start=data_start, size=size)
     return entries
+
+
+def header_of(file: Path, size: int, read: Callable[[int, int], bytes]) -> tuple[dict[str, TensorEntry], int]:
+    """Read a header through a function that fetches bytes, wherever the file lies; `check_layout` is left to the caller.
+
+    Args:
+        file: Its name, for the entries and messages.
+        size: Its length in bytes.
+        read: Fetches the bytes from one position up to another.
+
+    Returns:
+        The entries by tensor name, in the order of their bytes, and the byte at which tensor data begin.
+
+    Raises:
+        BrokenFileError: If there is no header to speak of, or it contradicts itself.
+    """
+    start = read(0, min(64, size))
+    length = int.from_bytes(start[:8], "little")
+    reject_impostors(file, start, size)
+    if length > LONGEST_HEADER:
+        raise BrokenFileError(f"{file} is not a safetensors file: it announces a header of {length} bytes", "impostor")
+    if 8 + length > size:
+        raise BrokenFileError(
+            f"{file} is truncated: it ends {8 + length - size} bytes before the end of its header", "truncated"
+        )
+    return parse(file, read(8, 8 + length), data_start=8 + length), 8 + length
 
 
 def reject_impostors(file: Path, start: bytes, size: int) -> None:
@@ -103,15 +134,16 @@ def reject_impostors(file: Path, start: bytes, size: int) -> None:
         BrokenFileError: If it is empty, zeroed, too short, or starts like a file of another kind.
     """
     if size == 0:
-        raise BrokenFileError(f"{file} is empty: download or save it again")
+        raise BrokenFileError(f"{file} is empty: download or save it again", "empty")
     for magic, what in IMPOSTORS.items():
         if start.startswith(magic) and not start[8:9] == b"{":
-            raise BrokenFileError(f"{file} {what}")
+            raise BrokenFileError(f"{file} {what}", "impostor")
     if size < 8:
-        raise BrokenFileError(f"{file} is truncated: {size} bytes cannot hold a header")
+        raise BrokenFileError(f"{file} is truncated: {size} bytes cannot hold a header", "truncated")
     if not any(start[:8]):
         raise BrokenFileError(
-            f"{file} is zeroed: its header is all zero bytes, as an interrupted download or a full disk leaves it"
+            f"{file} is zeroed: its header is all zero bytes, as an interrupted download or a full disk leaves it",
+            "zeroed",
         )
 
 
@@ -131,7 +163,8 @@ def parse(file: Path, raw: bytes, data_start: int) -> dict[str, TensorEntry]:
     """
     if not any(raw):
         raise BrokenFileError(
-            f"{file} is zeroed: its header is all zero bytes, as an interrupted download or a full disk leaves it"
+            f"{file} is zeroed: its header is all zero bytes, as an interrupted download or a full disk leaves it",
+            "zeroed",
         )
     try:
         header = json.loads(raw, object_pairs_hook=lambda pairs: unique(file, pairs))
@@ -233,9 +266,9 @@ def check_layout(file: Path, entries: dict[str, TensorEntry], data_start: int, s
         end = entry.end
     if size < end:
         raise BrokenFileError(
-            f"{file} is truncated: {end - size} of {end} bytes are missing; download or save it again"
+            f"{file} is truncated: {end - size} of {end} bytes are missing; download or save it again", "truncated"
         )
     if size > end:
         raise BrokenFileError(
-            f"{file} has {size - end} trailing bytes after its last tensor; download or save it again"
+            f"{file} has {size - end} trailing bytes after its last tensor; download or save it again", "trailing"
         )

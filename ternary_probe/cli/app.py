@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from ternary_probe.cli.demo import demo
 from ternary_probe.cli.doctor import doctor
+from ternary_probe.cli.gate import gate
 from ternary_probe.cli.inspect import inspect
 from ternary_probe.cli.leverage import leverage
 from ternary_probe.cli.perplexity import perplexity
@@ -39,7 +40,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (demo, leverage, quantize, perplexity, inspect, theory, doctor):
+for _command in (demo, leverage, quantize, gate, perplexity, inspect, theory, doctor):
     app.command()(_command)
 
 _state = {"debug": False}

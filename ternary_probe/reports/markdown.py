@@ -8,7 +8,16 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ternary_probe.errors import ProbeError
-from ternary_probe.records import InspectRecord, LeverageRecord, PerplexityRecord, QuantizeRecord, Record, TheoryRecord
+from ternary_probe.records import (
+    GateRecord,
+    InspectRecord,
+    LeverageRecord,
+    PerplexityRecord,
+    QuantizeRecord,
+    Record,
+    TheoryRecord,
+)
+from ternary_probe.reports.gate_sheet import gate_sheet
 from ternary_probe.reports.inspect_sheet import inspect_sheet
 from ternary_probe.reports.leverage_sheet import leverage_sheet
 from ternary_probe.reports.perplexity_sheet import perplexity_sheet
@@ -44,7 +53,7 @@ def to_markdown(
     """Write a record as a Markdown report with the figures of the terminal view, and the protocol in full.
 
     Args:
-        record: A leverage, perplexity, inspect, quantize or theory record.
+        record: A record of any command.
         figures: Figure name to image file, as `ternary_probe.reports.figures.draw` returns.
         command_line: The exact command that made the record, for the section on reproduction.
         folder: Folder the report will lie in; links are relative to it. Default: that of the figures.
@@ -104,6 +113,8 @@ def _sheet(record: Record) -> Sheet:
         return quantize_sheet(record)
     if isinstance(record, TheoryRecord):
         return theory_sheet(record)
+    if isinstance(record, GateRecord):
+        return gate_sheet(record)
     raise ProbeError(f"no report is written for a record of command {record.command!r}; use its JSON")
 
 

@@ -8,7 +8,15 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ternary_probe.records import InspectRecord, LeverageRecord, PerplexityRecord, QuantizeRecord, TheoryRecord
+from ternary_probe.records import (
+    GateRecord,
+    InspectRecord,
+    LeverageRecord,
+    PerplexityRecord,
+    QuantizeRecord,
+    TheoryRecord,
+)
+from ternary_probe.reports.gate_sheet import gate_sheet
 from ternary_probe.reports.inspect_sheet import inspect_sheet
 from ternary_probe.reports.leverage_sheet import leverage_sheet
 from ternary_probe.reports.perplexity_sheet import perplexity_sheet
@@ -75,6 +83,18 @@ def theory_view(record: TheoryRecord) -> RenderableType:
         Something rich can print.
     """
     return _render(theory_sheet(record))
+
+
+def gate_view(record: GateRecord) -> RenderableType:
+    """Lay out a gate's verdict and findings for a terminal.
+
+    Args:
+        record: The gate.
+
+    Returns:
+        Something rich can print.
+    """
+    return _render(gate_sheet(record))
 
 
 def _render(sheet: Sheet) -> Group:

@@ -178,7 +178,7 @@ def test_inspect_lists_what_would_be_touched(probe, tiny_folder):
 
 
 def test_doctor_tells_versions_devices_and_caches(probe, tmp_path):
-    outcome = probe("doctor", "--json", "-")
+    outcome = probe("doctor", "--no-lm-eval", "--json", "-")
 
     found = json.loads(outcome.out)
     assert outcome.code == 0
@@ -186,9 +186,9 @@ def test_doctor_tells_versions_devices_and_caches(probe, tmp_path):
         found["packages"]["torch"] == torch.__version__.split("+")[0] or found["packages"]["torch"] == torch.__version__
     )
     assert "cpu" in found["devices"]
-    shown = probe("doctor")
+    shown = probe("doctor", "--no-lm-eval")
     assert torch.__version__.split("+")[0] in shown.out
-    assert probe("doctor", "--quiet", "--json", tmp_path / "d.json") == (0, "", "")
+    assert probe("doctor", "--no-lm-eval", "--quiet", "--json", tmp_path / "d.json") == (0, "", "")
     assert json.loads((tmp_path / "d.json").read_text())["packages"] == found["packages"]
 
 
@@ -216,6 +216,10 @@ def test_demo_is_the_leverage_study_of_the_demo_model(probe, tiny_folder, tmp_pa
     assert (record.protocol.model_dump()["windows"], record.protocol.model_dump()["window"]) == (4, 512)
     assert (tmp_path / "demo" / "report.md").is_file()
     assert "report.md" in outcome.out
+    gate = load_record(tmp_path / "demo" / "gate.json")
+    assert gate.tiers == ("parameters", "forward")
+    assert (tmp_path / "demo" / "gate.md").is_file()
+    assert gate.verdict.upper() in outcome.out
 
 
 def test_the_script_prints_only_json_in_a_real_process(tiny_folder):
