@@ -249,7 +249,9 @@ def estimate_share(hits: ArrayLike, counts: ArrayLike) -> ShareEstimate:
     total, size = _pair(hits, counts)
     value = float(total.sum() / size.sum())
     error, skewness = _spread(total - value * size, size)
-    return ShareEstimate(value, error, total.size, skewness, round(total.sum()), round(size.sum()))
+    tokens = float(size.sum())
+    independent = max(math.sqrt(value * (1 - value) / tokens), 1 / tokens)
+    return ShareEstimate(value, max(error, independent), total.size, skewness, round(total.sum()), round(tokens))
 
 
 def estimate_median(values: ArrayLike, unit: ArrayLike) -> MedianEstimate:

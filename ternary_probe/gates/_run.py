@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ternary_probe.errors import ProbeError
@@ -53,7 +54,7 @@ def run_gate(
     started = time.perf_counter()
     policy, options = policy or load_policy(), options or GateOptions()
     base = None if candidate is None else Subject(model, options)
-    subject = Subject(model if candidate is None else candidate, options)
+    subject = Subject(model, options) if candidate is None else Subject(candidate, _without_revision(options))
     chosen = select(policy, tiers, compares=base is not None)
     evidence = Evidence(subject, base, options, max(1, sum(check.tests for check in chosen)), policy.alpha)
     findings: list[Finding] = []
@@ -91,6 +92,11 @@ def run_gate(
         reason=verdict.reason,
         bytes_read=_bytes_read(subject, base),
     )
+
+
+def _without_revision(options: GateOptions) -> GateOptions:
+    """Return the options for the candidate: a revision names a commit of the base's repository."""
+    return replace(options, loading={**options.loading, "revision": None})
 
 
 def select(policy: Policy, tiers: Sequence[Tier], *, compares: bool) -> list[Check]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ternary_probe.gates._parameters import ParameterEvidence
 
-SAMPLED_ROWS = 32
+SAMPLED_ROWS = 16
 _FIRST_LOOK = 4
 
 

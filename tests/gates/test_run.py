@@ -145,3 +145,14 @@ def test_a_gate_leaves_the_model_as_it_was(monkeypatch) -> None:
     run_gate(model)
 
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.model.named_parameters())
+
+
+def test_a_revision_names_a_commit_of_the_base_only(monkeypatch) -> None:
+    seen: list = []
+    install(monkeypatch, made("one", finding("one"), seen=seen))
+
+    run_gate(loaded_llama(), loaded_llama(), options=GateOptions(loading={"revision": "v1", "dtype": "float32"}))
+
+    (evidence, _), *_ = seen
+    assert evidence.base.options.loading == {"revision": "v1", "dtype": "float32"}
+    assert evidence.subject.options.loading == {"revision": None, "dtype": "float32"}
