@@ -162,3 +162,16 @@ def test_what_was_read_is_counted() -> None:
 
     assert [side.evaluator.evaluations for side in sides] == [1, 1]
     assert isinstance(sides[0], Subject)
+
+
+@pytest.mark.cuda
+def test_cuda_gives_the_cpus_figures() -> None:
+    def on(device: str) -> list[Subject]:
+        models = (speaking_llama().to(device), candidate_of(noisy(0.1)).model.to(device))
+        return [subject(wrap(model, tokenizer())) for model in models]
+
+    ours, theirs = compare(*on("cpu")), compare(*on("cuda"))
+
+    np.testing.assert_allclose(theirs.delta_nll, ours.delta_nll, atol=2e-3)
+    np.testing.assert_allclose(theirs.kl, ours.kl, atol=2e-3)
+    assert compare(*[on("cuda")[0], on("cuda")[0]]).identical
