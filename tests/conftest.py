@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 
+# A suite started in the background of a script inherits "ignore Ctrl-C", and so would everything it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

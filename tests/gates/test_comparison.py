@@ -89,7 +89,11 @@ def test_a_model_against_itself_differs_in_nothing() -> None:
 def test_a_lossless_change_moves_no_mean_beyond_a_few_noise_floors(dtype: torch.dtype) -> None:
     found = compare(subject(loaded_llama(dtype)), subject(candidate_of(permuted, dtype=dtype)))
 
-    assert not found.identical
+    if dtype == torch.float32:  # bf16 kernels of some CPUs sum in fp32 and round the difference away
+        assert not found.identical
+    elif found.identical:
+        assert not found.delta_nll.any()
+        return
     assert 0 < found.nll_floor < (1e-5 if dtype == torch.float32 else 0.1)
     assert abs(found.delta_nll.mean()) < 5 * found.nll_floor
     assert found.kl.mean() < 5 * found.kl_floor

@@ -117,7 +117,8 @@ def test_a_lossless_change_is_not_flagged_even_where_no_loss_is_allowed(name: st
     finding = only(name, evidence_for(permuted, dtype), **STRICT[name])
 
     assert finding.status == "pass", finding.message
-    assert "noise floor" in finding.message
+    if dtype == torch.float32 or not finding.details.get("identical"):  # some CPUs' bf16 kernels give the same bits
+        assert "noise floor" in finding.message
 
 
 @pytest.mark.parametrize("name", CANDIDATE)

@@ -111,7 +111,7 @@ def routed_inputs(model, block, ids):
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("tokens", [24, 1])
 def test_an_expert_sees_the_tokens_routed_to_it_and_no_other(implementation, tokens):
-    model = zoo.build("mixtral", _experts_implementation=implementation)
+    model = zoo.build("mixtral", experts_implementation=implementation)
     found = anatomy.examine(model)
     ids = zoo.token_ids(2, tokens)
     measured = measure_activations(found, text_of(ids)).moments

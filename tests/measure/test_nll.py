@@ -250,8 +250,8 @@ def test_kl_is_positive_and_accurate_for_a_handful_of_flips(entries, rows):
     assert kl is not None
     assert (exact > 0).all()
     assert (exact / kl.counts < 1e-4).all(), "not a small perturbation"
-    # 1e-13 nat a token at one entry, where single logits move by less than their last bit
-    np.testing.assert_allclose(kl.sums, exact, rtol=2e-2 if entries == 1 else 1e-4)
+    # 1e-13 nat a token at one entry and 1e-10 at three, where single logits move by less, or little more, than their last bit
+    np.testing.assert_allclose(kl.sums, exact, rtol={1: 2e-2, 3: 1e-3, 30: 1e-4}[entries])
 
 
 def test_kl_of_a_wrecked_model_is_finite_and_right():

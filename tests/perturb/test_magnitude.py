@@ -17,7 +17,7 @@ NORM = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bf
 @pytest.mark.parametrize("dtype", NORM, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_noise_is_one_constant_along_the_sign_at_the_norm_of_the_matched_flip(name, dtype):
-    options = {"_experts_implementation": "eager"} if name == "mixtral" else {}
+    options = {"experts_implementation": "eager"} if name == "mixtral" else {}
     model = zoo.build(name, dtype, **options)
     found = anatomy.examine(model)
     names = [m.name for m in found.block_matrices]

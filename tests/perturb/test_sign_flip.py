@@ -21,7 +21,7 @@ RATES = [0.001, 0.02, 0.1, 0.7, 1.0]
 
 def build(name, dtype=torch.float32):
     """The fused experts' kernel knows no float64, so experts run one by one."""
-    return zoo.build(name, dtype, **({"_experts_implementation": "eager"} if name == "mixtral" else {}))
+    return zoo.build(name, dtype, **({"experts_implementation": "eager"} if name == "mixtral" else {}))
 
 
 def names_of(found):

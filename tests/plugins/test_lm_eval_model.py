@@ -71,7 +71,8 @@ def test_greedy_answers_are_recognized():
         [(None, ids, [best]), (None, ids, [(best + 1) % 200])], True
     )
     assert (greedy, other) == (True, False)
-    assert value == pytest.approx(-dense_nll(model, ids, [best]), **EXACT)
+    # Logits reach 9 here, where the last bit of a float32 is 1e-6, and CPUs sum in different orders.
+    assert value == pytest.approx(-dense_nll(model, ids, [best]), abs=4e-6)
 
 
 def test_a_whole_run_gives_lm_evals_accuracies_and_perplexities():
