@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-# A suite started in the background of a script inherits "ignore Ctrl-C", and so would everything it starts.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -18,6 +16,8 @@ import torch
 
 from ternary_probe import loading
 
+# A suite started in the background of a script inherits "ignore Ctrl-C", and so would everything it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # one thread a worker: the workers already fill the cores
 
