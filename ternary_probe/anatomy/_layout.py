@@ -81,11 +81,15 @@ class WeightIndex:
     def __init__(self, model: nn.Module) -> None:
         self._slabs: dict[int, list[Slab]] = {}
         self._derived: dict[int, _Derived] = {}
+        # A forward may give a parameter new storage (bitsandbytes repacks on its first call); an activation must not then
+        # be taken for the weight whose address it got.
+        self._held: list[StorageWeakRef] = []
         found: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             tensor = parameter.detach()
             if tensor.device.type == "meta" or tensor.numel() == 0:
                 continue
+            self._held.append(hold(tensor))
             place = (storage_key(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
             found.setdefault(place, []).append(name)
         for (key, start, shape, strides), names in found.items():

@@ -9,6 +9,7 @@ from made_models import IDS, Unusual, seeded
 from torch import nn
 
 from ternary_probe import anatomy
+from ternary_probe.anatomy._layout import WeightIndex
 from ternary_probe.errors import ProbeError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -28,6 +29,17 @@ def recorded_call(model, owner, ids):
         model(ids, use_cache=False)
     handle.remove()
     return kept["args"], kept["kwargs"]
+
+
+def test_a_storage_a_weight_has_left_is_never_taken_for_it_again():
+    """bitsandbytes repacks weights in their first forward; the allocator gives the old place to the next tensors."""
+    model = nn.Linear(64, 64, bias=False)
+    index = WeightIndex(model)
+    model.weight.data = model.weight.data.clone()
+
+    later = [torch.empty(64, 64) for _ in range(100)]
+
+    assert not any(index.is_weight(tensor) for tensor in later)
 
 
 @pytest.mark.parametrize("name", [n for n in zoo.NAMES if n not in zoo.SPARSE])
