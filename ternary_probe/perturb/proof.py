@@ -13,10 +13,10 @@ import torch
 
 from ternary_probe.errors import ProbeError
 
-# Never wider than 32 bits: modulo 2^64 the sign bit of a 64-bit word weighs the same, or nothing, at every position.
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_COLUMNS = 1024
-_ROWS = {"cpu": 256}  # a piece stays in a core's cache; accelerators take larger ones to amortise launches
+_WORD = 8  # bytes
+_COLUMNS = 512
+_ROWS = {"cpu": 256}  # a piece and its mix stay in a core's cache; accelerators take larger ones to amortise launches
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, 2^64 over the golden ratio, as a signed 64-bit integer
 _MASK = (1 << 64) - 1
 
 
@@ -29,11 +29,12 @@ class NotRestoredError(ProbeError):
 
 
 def checksum_tensor(tensor: torch.Tensor) -> int:
-    """Return the position-weighted sum of a tensor's bits, modulo 2^64.
+    """Return a position-weighted sum of a tensor's bits, modulo 2^64.
 
-    Each element, read as a signed integer of its own width (64-bit ones as two of 32 bits), is weighted with its 1-based
-    position in memory order: a changed, moved or swapped value changes the sum. Exact integer arithmetic, so the same on
-    every device.
+    The bytes in memory order are read as signed 64-bit words ``w``, the last one padded with zeros; the word at 1-based
+    position ``p`` adds ``p * (w + c * (w >> 32))`` with an odd constant ``c``: a changed, moved or swapped value changes
+    the sum. Without the shifted half the topmost bit, the sign of every other fp32 weight, would weigh the same at every
+    position. Exact integer arithmetic, so the same on every device.
 
     Args:
         tensor: Any floating or integer tensor; dense or transposed.
@@ -44,20 +45,42 @@ def checksum_tensor(tensor: torch.Tensor) -> int:
     dense = tensor.detach()
     if not dense.is_contiguous():
         dense = dense.t() if dense.ndim == 2 and dense.t().is_contiguous() else dense.contiguous()
-    bits = dense.reshape(-1).view(_INTEGER[dense.element_size()])
-    tail = bits.numel() // _COLUMNS * _COLUMNS
-    table, rest = bits[:tail].view(-1, _COLUMNS), bits[tail:].long()
-    total = int((rest * torch.arange(tail + 1, bits.numel() + 1, device=bits.device)).sum())
-    # Position r * C + c + 1 splits into a part that only the row's sum sees and one that only the column's sum does, so
-    # the elements are read twice and never widened into a copy.
-    size = _ROWS.get(bits.device.type, 1 << 14)
-    down = torch.arange(size, device=bits.device) * _COLUMNS
-    across = torch.arange(1, _COLUMNS + 1, device=bits.device)
-    for start in range(0, len(table), size):
+    flat = dense.reshape(-1)
+    per_word = _WORD // flat.element_size()
+    if flat.storage_offset() % per_word:  # no view as words from here
+        flat = flat.clone()
+    whole = flat.numel() // per_word * per_word
+    words, rest = flat[:whole].view(torch.int64), flat[whole:]
+    if rest.numel():
+        padded = torch.cat([rest, rest.new_zeros(per_word - rest.numel())])
+        return (_sum_words(words) + (len(words) + 1) * int(_mix(padded.view(torch.int64)))) & _MASK
+    return _sum_words(words) & _MASK
+
+
+def _mix(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.add(words, torch.bitwise_right_shift(words, 32, out=out), alpha=_MIX, out=out)
+
+
+def _sum_words(words: torch.Tensor) -> int:
+    """Sum the mixed words times their positions, each word read once.
+
+    Position ``r * C + c + 1`` splits into a part that only the row's sum sees and one that only the column's sum does.
+    """
+    device = words.device
+    tail = len(words) // _COLUMNS * _COLUMNS
+    table, rest = words[:tail].view(-1, _COLUMNS), _mix(words[tail:])
+    size = min(len(table), _ROWS.get(device.type, 1 << 14))
+    mixed = table.new_empty((size, _COLUMNS))
+    rows, columns = table.new_empty(len(table)), table.new_zeros(_COLUMNS)
+    for start in range(0, len(table), size or 1):
         piece = table[start : start + size]
-        rows, columns = piece.sum(1), piece.sum(0)
-        total += int((rows * (down[: len(piece)] + start * _COLUMNS)).sum() + (columns * across).sum())
-    return total & _MASK
+        part = _mix(piece, out=mixed[: len(piece)])
+        torch.sum(part, 1, out=rows[start : start + size])
+        columns += part.sum(0)
+    total = (rows * (torch.arange(len(table), device=device) * _COLUMNS)).sum()
+    total += (columns * torch.arange(1, _COLUMNS + 1, device=device)).sum()
+    total += (rest * torch.arange(tail + 1, len(words) + 1, device=device)).sum()
+    return int(total)
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> str:
