@@ -615,6 +615,8 @@ def load_record(path: Path) -> Record:
         raise ProbeError(f"cannot read record {path}: {(error.strerror or str(error)).lower()}") from error
     except (ValueError, UnicodeDecodeError) as error:
         raise ProbeError(f"{path} is not a JSON record: {error}") from error
+    from ternary_probe.sensitivity_record import SensitivityRecord  # which is built on this module
+
     kinds: dict[str, type[Record]] = {
         "leverage": LeverageRecord,
         "demo": LeverageRecord,
@@ -623,6 +625,7 @@ def load_record(path: Path) -> Record:
         "quantize": QuantizeRecord,
         "theory": TheoryRecord,
         "gate": GateRecord,
+        "sensitivity": SensitivityRecord,
     }
     kind = kinds.get(str(data.get("command")) if isinstance(data, dict) else "")
     if kind is None:

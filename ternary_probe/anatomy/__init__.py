@@ -15,7 +15,8 @@ from ternary_probe.anatomy._head import ChunkedHead, HeadError, stored_as_intege
 from ternary_probe.anatomy._matrix import StorageError, WeightMatrix
 from ternary_probe.anatomy._norms import NormError, NormSite
 from ternary_probe.anatomy._skips import ResidualStream
-from ternary_probe.anatomy._taps import InputError, negate_inputs, scale_inputs, tap_inputs
+from ternary_probe.anatomy._suffix import Recording, first_affected, record_blocks
+from ternary_probe.anatomy._taps import InputError, negate_each, negate_inputs, scale_inputs, tap_inputs
 
 __all__ = [
     "Accounted",
@@ -28,6 +29,7 @@ __all__ = [
     "NonFiniteError",
     "NormError",
     "NormSite",
+    "Recording",
     "ResidualStream",
     "SelfCheck",
     "StorageError",
@@ -35,7 +37,10 @@ __all__ = [
     "WeightMatrix",
     "examine",
     "explain_non_finite",
+    "first_affected",
+    "negate_each",
     "negate_inputs",
+    "record_blocks",
     "scale_inputs",
     "stored_as_integers",
     "tap_inputs",

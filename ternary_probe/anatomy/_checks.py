@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ternary_probe.anatomy._matrix import WeightMatrix
+from ternary_probe.anatomy._suffix import first_affected, record_blocks
 from ternary_probe.anatomy._taps import negate_inputs
+from ternary_probe.errors import ProbeError
 
 if TYPE_CHECKING:
     from ternary_probe.anatomy._anatomy import Anatomy
@@ -56,6 +58,7 @@ def run_checks(
         _chunked_head(anatomy, input_ids, logits, bound),
         *_negation_and_undo(anatomy, input_ids, logits, forward, bound),
         _causal(input_ids, logits, forward, bound),
+        _suffix(anatomy, input_ids),
     ]
     return {check.name: check for check in checks}
 
@@ -124,6 +127,36 @@ def _negation_and_undo(
     )
     note = f"on {names}" if all(changed) else f"a flip of {names} changed nothing"
     return [negation, SelfCheck("undo", wrong == 0 and all(changed), float(wrong), note)]
+
+
+def _suffix(anatomy: Anatomy, input_ids: Tensor) -> SelfCheck:
+    """Compare a re-run of the later blocks with a full run, under a flip in a middle block and on the clean model."""
+    if anatomy.backbone is None:
+        return SelfCheck("suffix", None, None, "the head cannot be told from the backbone")
+    middle = len(anatomy.blocks) // 2
+    usable = [m for m in anatomy.block_matrices if not m.also_lookup and m.rows_seen]
+    late = [m for m in usable if m.block is not None and m.block >= middle]
+    if not late:
+        return SelfCheck("suffix", None, None, "no matrix lies in the later blocks alone")
+    matrix = late[0]
+    start = first_affected(anatomy, [matrix])
+    columns = matrix.view().abs().sum(0).topk(min(_COLUMNS, matrix.in_features)).indices
+    entries = {matrix.name: _column_entries(matrix, columns)}
+    try:
+        recording = record_blocks(anatomy, input_ids)
+        clean = _difference(recording.resume(start), recording.states)
+        _flip([matrix], entries)
+        try:
+            full, again = anatomy.head.states(input_ids), recording.resume(start)
+        finally:
+            _flip([matrix], entries)
+    except (ProbeError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return SelfCheck("suffix", False, None, f"its blocks cannot be answered from a recording: {why}")
+    difference, effect = max(clean, _difference(full, again)), _difference(full, recording.states)
+    if effect == 0:
+        return SelfCheck("suffix", None, difference, f"flipping columns of {matrix.name} does not move the states")
+    return SelfCheck("suffix", difference == 0, difference, f"from block {start} on, {matrix.name} flipped")
 
 
 def _column_entries(matrix: WeightMatrix, columns: Tensor) -> Tensor:

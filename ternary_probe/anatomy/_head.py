@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -142,7 +142,7 @@ class ChunkedHead:
             self._template = self._learn_template(states.device)
         output = _filled(self._template, states.unsqueeze(0))
         ids = torch.zeros((1, states.shape[0]), dtype=torch.long, device=states.device)
-        with _replaced_forward(self._backbone, output):
+        with replaced_forward(self._backbone, lambda *_args, **_kwargs: output):
             logits = logits_of(self._model(ids, **self._options))
         return logits[0, :rows]
 
@@ -153,9 +153,10 @@ class ChunkedHead:
 
 
 @contextmanager
-def _replaced_forward(module: nn.Module, output: Any) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module run another forward inside the context; its hooks stay."""
     own = module.__dict__.get("forward")
-    module.__dict__["forward"] = lambda *_args, **_kwargs: output
+    module.__dict__["forward"] = forward
     try:
         yield
     finally:

@@ -122,6 +122,20 @@ class WeightMatrix:
         why = _unusable(tensor)
         if why is not None:
             raise StorageError(f"{self.name} {why}")
+        return self.view_of(tensor)
+
+    def view_of(self, tensor: Tensor) -> Tensor:
+        """Return what of another tensor of the parameter's shape, its gradient for one, belongs to this matrix.
+
+        Args:
+            tensor: Of the parameter's shape.
+
+        Returns:
+            ``[out_features, in_features]``, a view.
+
+        Raises:
+            StorageError: If the shape is not the examined one.
+        """
         if self.axes.group is not None and tensor.dim() == 3:
             tensor = tensor.movedim(self.axes.group, 0)[self.axes.member]
         if tensor.dim() == 2 and self.axes.output > self.axes.input:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +131,51 @@ def negate_inputs(anatomy: Anatomy, columns: Mapping[str, Tensor]) -> Iterator[N
             )
     with scale_inputs(anatomy, columns, -1.0):
         yield
+
+
+@contextmanager
+def negate_each(anatomy: Anatomy, matrix: WeightMatrix, columns: Sequence[int | None]) -> Iterator[None]:
+    """Negate one input feature in each batch entry: many whole-column flips in one forward.
+
+    Args:
+        anatomy: The model's anatomy.
+        matrix: The matrix whose input it is.
+        columns: A column for each of equal parts of the batch, in order; ``None`` leaves a part as it is.
+
+    Yields:
+        Nothing; run forwards of a batch that divides into ``len(columns)`` parts inside the context.
+
+    Raises:
+        InputError: If the matrix is also an embedding table, or its input cannot be told batch entry from batch entry.
+    """
+    if matrix.also_lookup:
+        raise InputError(f"{matrix.name} is also the embedding table: flip the column itself")
+    if matrix.input_of is None:
+        raise InputError(f"the input of {matrix.name} is only seen at the product, where batch entries are not apart")
+    key = matrix.input_of.key
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = _argument(args, kwargs, key)
+        if x.shape[-1] != matrix.in_features or x.numel() // matrix.in_features % len(columns):
+            raise InputError(
+                f"the input of {matrix.name}, {list(x.shape)}, does not divide into {len(columns)} batch entries"
+            )
+        signs = torch.ones((len(columns), 1, matrix.in_features), dtype=x.dtype, device=x.device)
+        for part, column in enumerate(columns):
+            if column is not None:
+                signs[part, 0, column] = -1
+        # Batch entries come first in memory, flattened into rows or not.
+        changed = (x.reshape(len(columns), -1, matrix.in_features) * signs).reshape(x.shape)
+        if isinstance(key, str):
+            return args, kwargs | {key: changed}
+        return (*args[:key], changed, *args[key + 1 :]), kwargs
+
+    module = anatomy.model.get_submodule(matrix.input_of.module_name)
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str) -> Tensor:

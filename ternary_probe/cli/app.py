@@ -16,6 +16,7 @@ from ternary_probe.cli.inspect import inspect
 from ternary_probe.cli.leverage import leverage
 from ternary_probe.cli.perplexity import perplexity
 from ternary_probe.cli.quantize import quantize
+from ternary_probe.cli.sensitivity import sensitivity
 from ternary_probe.cli.theory import theory
 from ternary_probe.errors import ProbeError
 
@@ -40,7 +41,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (demo, leverage, quantize, gate, perplexity, inspect, theory, doctor):
+for _command in (demo, leverage, sensitivity, quantize, gate, perplexity, inspect, theory, doctor):
     app.command()(_command)
 
 _state = {"debug": False}

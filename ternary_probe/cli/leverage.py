@@ -162,7 +162,7 @@ def run(
         record = run_leverage(
             loaded,
             windows,
-            _calibration(loaded, text, windows, calibration),
+            calibration_of(loaded, text, windows, calibration),
             options,
             out=out,
             command=command,
@@ -195,8 +195,21 @@ def show(record: LeverageRecord, out: Path | None, *, json: str | None, quiet: b
         raise typer.Exit(3)
 
 
-def _calibration(loaded: LoadedModel, text: Text, windows: Windows, file: str | None) -> Windows:
-    # Never the scored text, save under the paper's protocol, which did so.
+def calibration_of(loaded: LoadedModel, text: Text, windows: Windows, file: str | None) -> Windows:
+    """Cut the text on which outlier columns are chosen: never the scored one, save under the paper's protocol, which did so.
+
+    Args:
+        loaded: The model.
+        text: The scored text.
+        windows: What of it is scored.
+        file: Another text, or ``None`` for the part after the scored one.
+
+    Returns:
+        As many windows as are scored.
+
+    Raises:
+        ProbeError: If the file is the scored text.
+    """
     from ternary_probe.loading import require_tokenizer, vocabulary_size
     from ternary_probe.text import calibration_windows, make_windows, read_text
 

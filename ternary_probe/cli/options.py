@@ -71,7 +71,7 @@ BosOption = Annotated[BosChoice, typer.Option("--bos", help="Where a BOS token s
 HeadOption = Annotated[
     int, typer.Option("--head-mib", min=1, help="Largest chunk of logits, MiB.", rich_help_panel=_LOADING)
 ]
-HEAD_MIB = 40  # as measure.nll.HEAD_BYTES, whose import would load torch; a test compares them
+HEAD_MIB = 48  # as measure.nll.HEAD_BYTES, whose import would load torch; a test compares them
 JsonOption = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE|-", help="Write the record; '-' prints only JSON.", rich_help_panel=_OUTPUT),

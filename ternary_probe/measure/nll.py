@@ -29,7 +29,7 @@ Vector = NDArray[np.float64]
 
 # Logits held at a time. Large enough for fast kernels, small beside any model, and above the 32 MiB up to which glibc
 # serves a request from its heap, where such pieces leave holes twice their size.
-HEAD_BYTES = 40 << 20
+HEAD_BYTES = 48 << 20
 _ROWS = 16  # matrix kernels treat rows alike in multiples of 16, so any such chunk gives the same bits
 _SPARE_POSITIONS = 8
 
@@ -268,6 +268,21 @@ class Evaluator:
                 clean, now = self._pair(states, reference.states[index], part, keep)
                 yield index, clean, now, self._targets(index, part, keep, now.device)
                 del clean, now  # before the next chunk is made
+
+    @torch.no_grad()
+    def score_window(self, index: int, states: torch.Tensor, reference: Reference) -> tuple[float, float]:
+        """Score one window's final hidden states against the clean model's.
+
+        Args:
+            index: The window.
+            states: ``[L, d]``, however they were made.
+            reference: From `reference`, on the same text; the head must be the clean one.
+
+        Returns:
+            Sums over the window's scored tokens: NLL, KL(clean || present), nats.
+        """
+        nll, kl = self._paired_window(index, states, reference)
+        return nll.double().sum().item(), kl.double().sum().item()
 
     def _parts(self, index: int, rows: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the chunks of a window that hold scored tokens, with the rows of those within the chunk."""

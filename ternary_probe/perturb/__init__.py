@@ -6,6 +6,7 @@ from ternary_probe.perturb._parse import KINDS, from_description, parse
 from ternary_probe.perturb.column_flip import ColumnFlip
 from ternary_probe.perturb.columns import Columns, top_columns
 from ternary_probe.perturb.composed import Composed
+from ternary_probe.perturb.entry_flip import EntryFlip
 from ternary_probe.perturb.magnitude import Magnitude
 from ternary_probe.perturb.outlier_columns import OutlierColumns
 from ternary_probe.perturb.proof import NoEffectError, NotRestoredError, checksum, sha256_weights
@@ -19,6 +20,7 @@ __all__ = [
     "ColumnFlip",
     "Columns",
     "Composed",
+    "EntryFlip",
     "Magnitude",
     "NoEffectError",
     "NotRestoredError",

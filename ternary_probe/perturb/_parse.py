@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from ternary_probe.errors import ProbeError
 from ternary_probe.perturb.column_flip import ColumnFlip
 from ternary_probe.perturb.composed import Composed
+from ternary_probe.perturb.entry_flip import EntryFlip
 from ternary_probe.perturb.magnitude import Magnitude
 from ternary_probe.perturb.outlier_columns import OutlierColumns
 from ternary_probe.perturb.recipe import Perturbation
@@ -24,9 +25,10 @@ KINDS: dict[str, type[Perturbation]] = {
     "column_flip": ColumnFlip,
     "outlier_columns": OutlierColumns,
     "ternarize": Ternarize,
+    "entry_flip": EntryFlip,
 }
 _COLUMN_OPTIONS = ("columns", "fraction", "by")
-_FROZEN = {"kind", "counts", "parts"}
+_FROZEN = {"kind", "counts", "parts", "spared"}
 _LISTS = {"include", "exclude", "roles"}
 
 
@@ -88,7 +90,7 @@ def _parse_one(text: str) -> Perturbation:
 
 def _fields(kind: type[Perturbation], options: dict[str, str]) -> dict[str, Any]:
     """Turn option texts into the kind's fields; refuse unknown names."""
-    selects_columns = kind not in {OutlierColumns, Ternarize}
+    selects_columns = kind not in {OutlierColumns, Ternarize, EntryFlip}
     known = [n for n in kind.model_fields if n not in _FROZEN]
     known += [n for n in _COLUMN_OPTIONS if n not in known and selects_columns]
     fields: dict[str, Any] = {}

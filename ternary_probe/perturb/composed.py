@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 
 from ternary_probe.perturb.column_flip import ColumnFlip
+from ternary_probe.perturb.entry_flip import EntryFlip
 from ternary_probe.perturb.magnitude import Magnitude
 from ternary_probe.perturb.outlier_columns import OutlierColumns
 from ternary_probe.perturb.recipe import Edit, Perturbation, anatomy_of
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from ternary_probe.measure.activations import Activations
     from ternary_probe.text import Windows
 
-Simple = Annotated[SignFlip | Magnitude | ColumnFlip | OutlierColumns | Ternarize, Field(discriminator="kind")]
+Simple = Annotated[
+    SignFlip | Magnitude | ColumnFlip | OutlierColumns | Ternarize | EntryFlip, Field(discriminator="kind")
+]
 
 
 class Composed(Perturbation):

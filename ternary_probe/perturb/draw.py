@@ -31,12 +31,15 @@ class RandomEntries(Perturbation):
             ``count``: ``rate * (entries in the outlier columns)``, whatever columns are selected. ``energy``: as ``rate``,
             then the change is rescaled (the paper's 1,265x arm; no longer a pure flip).
         counts: Matrix name to number of entries, once resolved.
+        spared: Matrix name to flat row-major entries that are drawn like any other but left alone: what remains is the
+            bulk, without the super weights.
     """
 
     rate: float = Field(gt=0, le=1)
     columns: Columns = Columns()
     matching: Matching = "rate"
     counts: Mapping[str, int] | None = None
+    spared: Mapping[str, tuple[int, ...]] | None = None
 
     @property
     def needs_measurement(self) -> bool:
@@ -126,7 +129,9 @@ class RandomEntries(Perturbation):
         if count == 0:
             return torch.empty(0, dtype=torch.int64)
         bits = stream(self.kind, self.seed, matrix.name, (matrix.out_features, matrix.in_features))
-        return entries_in_columns(columns, sample(bits, pool, count), matrix.in_features)
+        entries = entries_in_columns(columns, sample(bits, pool, count), matrix.in_features)
+        spared = (self.spared or {}).get(matrix.name)
+        return entries if not spared else entries[~torch.isin(entries, torch.tensor(spared))]
 
     def __str__(self) -> str:
         """Return the recipe string, without the frozen measurement."""

@@ -62,10 +62,8 @@ def _mix(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _sum_words(words: torch.Tensor) -> int:
-    """Sum the mixed words times their positions, each word read once.
-
-    Position ``r * C + c + 1`` splits into a part that only the row's sum sees and one that only the column's sum does.
-    """
+    """Sum the mixed words times their positions, each word read once."""
+    # Position r * C + c + 1 splits into a part that only the row's sum sees and one that only the column's sum does.
     device = words.device
     tail = len(words) // _COLUMNS * _COLUMNS
     table, rest = words[:tail].view(-1, _COLUMNS), _mix(words[tail:])

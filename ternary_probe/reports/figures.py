@@ -1,48 +1,36 @@
-"""Figures of a leverage study. Pure data to `Figure` objects; `draw` writes them as PNG and SVG.
-
-No pyplot, so nothing global is touched. Colours are Okabe and Ito's, safe for colour-blind readers, and every line also
-has its own marker.
-"""
+"""Figures of a leverage study. Pure data to `Figure` objects; `draw` writes them as PNG and SVG."""
 
 from __future__ import annotations
 
-import io
-import textwrap
 from collections import defaultdict
-from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, NullLocator
 
-from ternary_probe.records import Amplitude, LeverageRecord, Mean, Response, write_atomically
+from ternary_probe.records import Amplitude, LeverageRecord, Mean, Response
 from ternary_probe.reports.damage import confidence_of
 from ternary_probe.reports.leverage_sheet import PAPER, RESPONSES, leverage_pairs
+from ternary_probe.reports.plotting import (
+    Look,
+    finish,
+    legend_entries,
+    light_grid,
+    looks_of,
+    new_figure,
+    plain_log,
+    write_figures,
+)
 from ternary_probe.reports.rounding import percent
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable
 
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
-DPI = 150
-OKABE_ITO = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A7F00")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_REFERENCES = ("slope 1", "below noise floor", "mean prediction", "1: no outliers")
 _LINES = {"count": "-", "rate": ":", "energy": "-."}
-
-
-class Look(NamedTuple):
-    """How one series is drawn."""
-
-    color: str
-    marker: str
 
 
 def draw(record: LeverageRecord, folder: Path) -> dict[str, Path]:
@@ -62,11 +50,7 @@ def draw(record: LeverageRecord, folder: Path) -> dict[str, Path]:
         made["amplitude_profile"] = amplitude_profile(record)
     if any(a.block is not None for a in record.amplitude):
         made["predicted_leverage"] = predicted_leverage(record)
-    written = {}
-    for name, figure in made.items():
-        written[name] = write_atomically(folder / f"{name}.png", _bytes(figure, "png"))
-        write_atomically(folder / f"{name}.svg", _bytes(figure, "svg"))
-    return written
+    return write_figures(made, folder)
 
 
 # ---- response curve -------------------------------------------------------------------------------------------------
@@ -81,7 +65,7 @@ def response_curve(record: LeverageRecord) -> Figure:
     Returns:
         A figure with one panel per response. Points that are not above 0 are left out and named in the caption.
     """
-    figure = _figure()
+    figure = new_figure()
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     _limits(panels[0], record)
     left_out: list[str] = []
@@ -96,7 +80,7 @@ def response_curve(record: LeverageRecord) -> Figure:
         caption += f"Hollow: published figures ({PAPER}), another model. "
     if left_out:
         caption += f"Not on a log axis (no positive mean): {', '.join(left_out)}."
-    _finish(figure, "Damage against flip rate", caption, legend=_legend_entries(panels, order))
+    finish(figure, "Damage against flip rate", caption, legend=legend_entries(panels, order))
     return figure
 
 
@@ -110,7 +94,7 @@ def _response_panel(axes: Axes, record: LeverageRecord, response: Response) -> l
     for mean in sorted(means, key=lambda m: m.rate):
         series[mean.matching, mean.arm].append(mean)
     several = len({m.matching for m in record.means}) > 1
-    looks = _looks([m.arm for m in record.means])
+    looks = looks_of([m.arm for m in record.means])
     left_out = []
     shown: list[Mean] = []
     for (matching, arm), points in series.items():
@@ -145,7 +129,7 @@ def _response_panel(axes: Axes, record: LeverageRecord, response: Response) -> l
     axes.set_xticks(sorted({m.rate for m in record.means} | {p.rate for p in record.published}))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: percent(rate)))
     axes.xaxis.set_minor_locator(NullLocator())
-    _grid(axes)
+    light_grid(axes)
     return left_out
 
 
@@ -167,7 +151,7 @@ def _limits(axes: Axes, record: LeverageRecord) -> None:
         axes.set_ylim(min(positive) / 3, max(positive) * 2)
     rates = [m.rate for m in record.means] + [p.rate for p in record.published]
     axes.set_xlim(min(rates) / 1.6, max(rates) * 1.6)
-    _plain_log(axes.yaxis)
+    plain_log(axes.yaxis)
 
 
 def _slope_one(axes: Axes, shown: list[Mean]) -> None:
@@ -219,14 +203,14 @@ def amplitude_profile(record: LeverageRecord) -> Figure:
     Returns:
         A figure with one panel: median over the matrices of a role, band from lowest to highest.
     """
-    figure = _figure()
+    figure = new_figure()
     axes = figure.subplots()
     roles: dict[str, list[Amplitude]] = defaultdict(list)
     for amplitude in record.amplitude:
         if amplitude.alpha_rank:
             roles[amplitude.role].append(amplitude)
     merged = _merge({role: tuple((a.alpha_rank, a.alpha_sorted) for a in members) for role, members in roles.items()})
-    looks = _looks(list(merged.values()))
+    looks = looks_of(list(merged.values()))
     for first, role in merged.items():
         ranks, table = _profiles(members := roles[first])
         table = np.where(table > 0, table, np.nan)  # a dead input has no place on a log axis
@@ -244,13 +228,13 @@ def amplitude_profile(record: LeverageRecord) -> Figure:
             axes.fill_between(ranks, low, high, color=look.color, alpha=0.12, linewidth=0)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    _plain_log(axes.xaxis)
-    _plain_log(axes.yaxis)
+    plain_log(axes.xaxis)
+    plain_log(axes.yaxis)
     axes.set_xlabel("input column, by falling amplitude (1 is the largest)")
     axes.set_ylabel("amplitude α (share of the input's norm)")
-    _grid(axes)
+    light_grid(axes)
     caption = "Line: median over the matrices of a role; band: lowest to highest. Σα² = 1 in every matrix."
-    _finish(figure, "Input amplitude by column", caption, legend=_legend_entries([axes]))
+    finish(figure, "Input amplitude by column", caption, legend=legend_entries([axes]))
     return figure
 
 
@@ -273,7 +257,7 @@ def predicted_leverage(record: LeverageRecord) -> Figure:
     Returns:
         A figure with the predictions on the left and, where measured, outlier ÷ all with intervals on the right.
     """
-    figure = _figure()
+    figure = new_figure()
     pairs = [
         p for p in leverage_pairs(record) if (p.matching, p.numerator, p.denominator) == ("count", "outlier", "all")
     ]
@@ -287,7 +271,7 @@ def predicted_leverage(record: LeverageRecord) -> Figure:
         if amplitude.block is not None:
             roles[amplitude.role][amplitude.block].append(amplitude.n_alpha2_outlier)
     merged = _merge({role: tuple((b, tuple(v)) for b, v in blocks.items()) for role, blocks in roles.items()})
-    looks = _looks(list(merged.values()))
+    looks = looks_of(list(merged.values()))
     for first, role in merged.items():
         look, blocks = looks[role], roles[first]
         numbers = sorted(blocks)
@@ -300,9 +284,9 @@ def predicted_leverage(record: LeverageRecord) -> Figure:
         if panel is not None:
             panel.axhline(mean, color="#333333", linestyle="--", linewidth=1.2, label="mean prediction")
             panel.axhline(1, color="#999999", linestyle=":", linewidth=1.2, label="1: no outliers")
-            _grid(panel)
+            light_grid(panel)
     axes.set_yscale("log")
-    _plain_log(axes.yaxis)
+    plain_log(axes.yaxis)
     axes.set_title("predicted: n·E[α²] of the outlier columns", fontsize=11)
     axes.set_xlabel("block")
     axes.set_ylabel("leverage, outlier ÷ all")
@@ -318,7 +302,7 @@ def predicted_leverage(record: LeverageRecord) -> Figure:
         else "Outlier ÷ all was not measured. "
     )
     caption += f"{skipped} matrices outside the blocks are not shown." if skipped else ""
-    _finish(figure, "Leverage by block, predicted from amplitude", caption, legend=_legend_entries(panels))
+    finish(figure, "Leverage by block, predicted from amplitude", caption, legend=legend_entries(panels))
     return figure
 
 
@@ -357,12 +341,6 @@ def _measured_panel(axes: Axes, record: LeverageRecord) -> None:
 # ---- shared ---------------------------------------------------------------------------------------------------------
 
 
-def _figure() -> Figure:
-    figure = Figure(figsize=(9, 5.2), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _merge(roles: dict[str, Hashable]) -> dict[str, str]:
     """Name roles with the same data once, since they read one input and would hide each other: q, k and v for example.
 
@@ -376,58 +354,3 @@ def _merge(roles: dict[str, Hashable]) -> dict[str, str]:
     for role, data in roles.items():
         groups[data].append(role)
     return {names[0]: ", ".join(names) for names in groups.values()}
-
-
-def _grid(axes: Axes) -> None:
-    axes.set_axisbelow(True)
-    axes.grid(visible=True, color="#DDDDDD", linewidth=0.6)
-
-
-def _plain_log(axis: Axis) -> None:
-    """Label a log axis 0.01, 0.1, 1; add the 2s and 5s where it spans little more than a decade."""
-    low, high = axis.get_view_interval()
-    axis.set_major_formatter(FuncFormatter(lambda level, _: f"{level:g}"))
-    wide = low <= 0 or high / low > 50
-    axis.set_minor_formatter(NullFormatter() if wide else FuncFormatter(_two_or_five))
-
-
-def _two_or_five(level: float, _: object) -> str:
-    return f"{level:g}" if f"{level:e}"[0] in "25" else ""
-
-
-def _looks(names: list[str]) -> dict[str, Look]:
-    distinct = dict.fromkeys(names)
-    # 8 colours and 8 markers, shifted by one each round: 64 names before a pair comes back.
-    pairs = (Look(OKABE_ITO[i % 8], MARKERS[(i + i // 8) % 8]) for i in cycle(range(64)))
-    return dict(zip(distinct, pairs, strict=False))
-
-
-def _legend_entries(panels: Iterable[Axes], order: Sequence[str] = ()) -> dict[str, Artist]:
-    entries: dict[str, Artist] = {}
-    for axes in panels:
-        handles, labels = axes.get_legend_handles_labels()
-        for handle, label in zip(handles, labels, strict=True):
-            entries.setdefault(str(label), handle)
-
-    def place(label: str) -> tuple[bool, bool, int]:
-        # Measured series first, in the study's order; then the paper's, then reference lines.
-        known = order.index(label) if label in order else len(order)
-        return label in _REFERENCES, label.startswith("paper"), known
-
-    return {label: entries[label] for label in sorted(entries, key=place)}
-
-
-def _finish(figure: Figure, title: str, caption: str, legend: dict[str, Artist]) -> None:
-    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-    if legend:
-        figure.legend(list(legend.values()), list(legend), loc="outside right upper", fontsize=9, frameon=False)
-    figure.supxlabel("\n".join(textwrap.wrap(caption.strip(), 120)), fontsize=8.5, x=0.01, ha="left", color="#333333")
-
-
-def _bytes(figure: Figure, kind: str) -> bytes:
-    buffer = io.BytesIO()
-    metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
-    # The salt makes the identifiers inside an SVG the same each time.
-    with mpl.rc_context({"svg.hashsalt": "ternary_probe", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format=kind, dpi=DPI, metadata=metadata)
-    return buffer.getvalue()

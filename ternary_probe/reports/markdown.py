@@ -22,8 +22,10 @@ from ternary_probe.reports.inspect_sheet import inspect_sheet
 from ternary_probe.reports.leverage_sheet import leverage_sheet
 from ternary_probe.reports.perplexity_sheet import perplexity_sheet
 from ternary_probe.reports.quantize_sheet import quantize_sheet
+from ternary_probe.reports.sensitivity_sheet import sensitivity_sheet
 from ternary_probe.reports.sheet import Sheet, Table
 from ternary_probe.reports.theory_sheet import theory_sheet
+from ternary_probe.sensitivity_record import SensitivityRecord
 
 CAPTIONS = {
     "response_curve": (
@@ -39,6 +41,14 @@ CAPTIONS = {
         "What input amplitude alone predicts for the leverage of outlier columns over all columns, matrix by matrix. "
         "Right: the leverage measured, where the study has it."
     ),
+    "sensitivity_map": (
+        "Predicted damage of random flips, a cell for each block and kind of matrix, on logarithmic colours. A cross marks "
+        "a super weight that was measured there."
+    ),
+    "prediction_against_measurement": (
+        "What one Fisher pass predicts against what was measured. On the dashed line they are equal."
+    ),
+    "sorted_columns": "Damage of flipping one whole input column, worst first; hollow points were drawn at random.",
 }
 
 _SPECIAL = re.compile(r"([\\`*_|<>~$])")
@@ -115,6 +125,8 @@ def _sheet(record: Record) -> Sheet:
         return theory_sheet(record)
     if isinstance(record, GateRecord):
         return gate_sheet(record)
+    if isinstance(record, SensitivityRecord):
+        return sensitivity_sheet(record)
     raise ProbeError(f"no report is written for a record of command {record.command!r}; use its JSON")
 
 

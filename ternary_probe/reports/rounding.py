@@ -153,5 +153,5 @@ def _decimals(largest: float, low: float, high: float) -> int:
     half = abs(high - low) / 2
     decimals = min(1 - _exponent(half, 2), finest)
     if low > 0 or high < 0:
-        decimals = min(max(decimals, -_exponent(min(abs(low), abs(high)), 1)), finest)
+        decimals = min(max(decimals, -_exponent(min(abs(low), abs(high)), 1)), finest + _MOST_DIGITS)
     return decimals

@@ -21,8 +21,10 @@ from ternary_probe.reports.inspect_sheet import inspect_sheet
 from ternary_probe.reports.leverage_sheet import leverage_sheet
 from ternary_probe.reports.perplexity_sheet import perplexity_sheet
 from ternary_probe.reports.quantize_sheet import quantize_sheet
+from ternary_probe.reports.sensitivity_sheet import sensitivity_sheet
 from ternary_probe.reports.sheet import Fact, Sheet, Table
 from ternary_probe.reports.theory_sheet import theory_sheet
+from ternary_probe.sensitivity_record import SensitivityRecord
 
 
 def leverage_view(record: LeverageRecord) -> RenderableType:
@@ -71,6 +73,18 @@ def quantize_view(record: QuantizeRecord) -> RenderableType:
         Something rich can print.
     """
     return _render(quantize_sheet(record))
+
+
+def sensitivity_view(record: SensitivityRecord) -> RenderableType:
+    """Lay out a sensitivity study for a terminal.
+
+    Args:
+        record: The study.
+
+    Returns:
+        Something rich can print.
+    """
+    return _render(sensitivity_sheet(record))
 
 
 def theory_view(record: TheoryRecord) -> RenderableType:

@@ -162,8 +162,8 @@ class _Study:
             "weights": self.weights,
             "dtype": self.loaded.source.dtype,
             "device": str(self.anatomy.input_device),
-            "text": _digest(self.windows),
-            "calibration": _digest(self.calibration),
+            "text": text_digest(self.windows),
+            "calibration": text_digest(self.calibration),
             "outlier columns": hashlib.sha256(repr(sorted(self.outlier.items())).encode()).hexdigest(),
             "rates": o.rates,
             "seeds": o.seeds,
@@ -389,7 +389,15 @@ def unhandled_notes(anatomy: Anatomy) -> tuple[str, ...]:
     )
 
 
-def _digest(windows: Windows) -> str:
+def text_digest(windows: Windows) -> str:
+    """Identify what is scored.
+
+    Args:
+        windows: Token windows.
+
+    Returns:
+        SHA-256 over inputs, targets and which of them count.
+    """
     parts = (windows.inputs, windows.targets, windows.scored.to(torch.int64))
     return hashlib.sha256(b"".join(p.cpu().contiguous().numpy().tobytes() for p in parts)).hexdigest()
 

@@ -55,7 +55,7 @@ class LeverageOptions:
     plant: OutlierColumns | None = None
     paper_counts: bool = False
     head_bytes: int = HEAD_BYTES
-    batch: int = 1
+    batch: int = 2
     confidence: float = 0.95
 
     def __post_init__(self) -> None:

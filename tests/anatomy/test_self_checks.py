@@ -15,7 +15,7 @@ from ternary_probe import anatomy
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_every_capability_holds_on_the_zoo(name, dtype):
     checks = zoo.examined(name, dtype).checks
-    assert set(checks) == {"repeatable", "chunked_head", "negation", "undo", "causal"}
+    assert set(checks) == {"repeatable", "chunked_head", "negation", "undo", "causal", "suffix"}
     assert {check.name: check.passed for check in checks.values()} == dict.fromkeys(checks, True)
 
 
