@@ -2,8 +2,8 @@
 
 Each measurement is a process of its own: load the model, touch every page of it, reset the high-water mark of resident
 memory (``/proc/self/clear_refs``, so Linux and CPU only), then score one document as lm-eval's rolling log-likelihood does.
-Everything the first call needs, the plugin's examination of the model included, counts. The two sides take turns, and the
-best time of each counts. Both score with a float32 softmax, and their log-likelihoods must agree.
+The two sides take turns, and the best time of each counts. Both score with a float32 softmax, and their log-likelihoods
+must agree. Seconds of loading, the plugin's one examination of the model included, are printed beside.
 
 The second part repeats it with the same model at a synthetic vocabulary of 151,936 entries, drawn at random.
 
@@ -44,6 +44,7 @@ class Scored(NamedTuple):
     log_likelihood: float
     vocabulary: int
     threads: int
+    load_seconds: float
 
 
 def main() -> int:
@@ -107,6 +108,7 @@ def compare(name: str, model: Path, options: argparse.Namespace) -> dict[str, An
     row("share", share, against(MEMORY_BAR, passed=passed["memory"]))
     for side in SIDES:
         row(f"{side}: best of {options.repeats}", seconds[side], "s")
+        row(f"{side}: loading, once", min(run.load_seconds for run in runs[side]), "s")
     row("ratio", ratio, against(bar, passed=passed["time"]))
     row("relative difference of log-likelihoods", difference, against(AGREEMENT, passed=passed["agreement"]))
     return {
@@ -174,6 +176,7 @@ def score(side: str, model: str, window: int, windows: int) -> Scored:
     from ternary_probe.text import read_text
 
     logging.disable(logging.WARNING)
+    began = time.perf_counter()
     options = {"device": "cpu", "dtype": "float32", "softmax_dtype": "float32", "batch_size": 1, "max_length": window}
     lm: Any
     if side == "hf":
@@ -184,6 +187,7 @@ def score(side: str, model: str, window: int, windows: int) -> Scored:
         from ternary_probe_lm_eval.model import TernaryProbeLM
 
         lm = TernaryProbeLM(model, **options)
+    load_seconds = time.perf_counter() - began
     text = read_text().content
     ids = lm.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     if len(ids["input_ids"]) < window * windows:
@@ -204,7 +208,7 @@ def score(side: str, model: str, window: int, windows: int) -> Scored:
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in lm.model.parameters()}
     rows = lm.model.get_input_embeddings().weight.shape[0]
     peak = resident("VmHWM") - before
-    return Scored(sum(storages.values()), peak, seconds, float(found), rows, torch.get_num_threads())
+    return Scored(sum(storages.values()), peak, seconds, float(found), rows, torch.get_num_threads(), load_seconds)
 
 
 def resident(field: str) -> int:

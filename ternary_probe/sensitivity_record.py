@@ -16,7 +16,7 @@ class BulkResponse(Part):
 
     pool: str = Field(description="outlier, other or all columns of every matrix")
     rate: Finite
-    predicted: Finite = Field(description="KL from the Fisher pass: slope * rate, nats per token")
+    predicted: Finite = Field(description="KL from the Fisher pass: slope times the share drawn in each matrix")
     predicted_se: Finite | None = Field(description="standard error over label draws")
     seeds: int
     kl: Finite | None = Field(description="sampled mean, nats per token")
@@ -39,7 +39,8 @@ class Unit(Part):
     role: str | None
     entries: int
     rate: Finite
-    predicted: Finite = Field(description="KL at this rate from the Fisher pass, super weights apart")
+    drawn: Finite = Field(description="share of the entries really drawn: the rate in whole entries of each matrix")
+    predicted: Finite = Field(description="KL at this share from the Fisher pass, super weights apart")
     measured: Finite | None = Field(description="mean KL over seeds, nats per token")
     ci_low: Finite | None
     ci_high: Finite | None
@@ -50,7 +51,9 @@ class Unit(Part):
     delta_nll: Finite | None
     nll_low: Finite | None
     nll_high: Finite | None
-    control: Finite | None = Field(None, description="mean KL of sign-preserving noise of the same norm, same entries")
+    control: Finite | None = Field(
+        None, description="mean KL of sign-preserving noise of the same norm in every matrix"
+    )
     status: Status = "ok"
 
 
@@ -65,7 +68,7 @@ class MatrixSensitivity(Part):
     predicted_se: Finite | None
     tail: Finite = Field(description="the same from its super-weight candidates")
     first_order: Finite = Field(description="sum of -2 w g: first-order change of the NLL per unit flip rate")
-    measured: Finite | None = Field(None, description="sampled bulk KL over the rate, where --per matrix ran")
+    measured: Finite | None = Field(None, description="sampled bulk KL over the share drawn, where --per matrix ran")
     ci_low: Finite | None = None
     ci_high: Finite | None = None
     ternary: Finite | None = Field(None, description="KL with this matrix alone ternarized, where --plan ran")
@@ -113,7 +116,7 @@ class SingleWeight(Part):
     flip_low: Finite | None
     flip_high: Finite | None
     flip_kl: Finite | None
-    removal_delta_nll: Finite | None
+    removal_delta_nll: Finite | None = Field(description="null too where the flip moves the NLL by too little to ask")
     removal_kl: Finite | None
     super_weight: bool = Field(description="its flip or removal moves the NLL beyond the bound")
     recipe: str
@@ -177,7 +180,7 @@ class SensitivityRecord(Record):
     prediction_se: Finite | None = Field(description="relative standard error of the bulk prediction over all columns")
     leverage_predicted: Finite | None = Field(description="bulk, per entry: outlier over other columns")
     null_control: Finite | None = Field(
-        description="largest |KL| or |dNLL| of a re-run with nothing changed: exactly 0"
+        description="largest change of a final hidden state in a re-run with nothing changed: exactly 0"
     )
     bulk: tuple[BulkResponse, ...]
     units: tuple[Unit, ...]

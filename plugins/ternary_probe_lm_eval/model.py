@@ -105,12 +105,12 @@ class TernaryProbeLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         self.pretrained, self.revision = self.loaded.source.name, self.loaded.source.revision
         self._packed = packed_modules(model)
         self._join_processes()
+        # What cannot be scored or perturbed is refused now, not after the tasks are built.
+        self.scorer = self._make_scorer()
         if self.recipe is not None:
             refuse_packed(self.recipe, self._packed)
             if not self.recipe.needs_measurement:
-                self.recipe.touched(
-                    self.anatomy
-                )  # a pattern without a match is said now, not after the tasks are built
+                self.recipe.touched(self.anatomy)
 
     # ---- construction by lm-eval
 
@@ -151,7 +151,7 @@ class TernaryProbeLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """The model's anatomy, examined when first needed."""
+        """The model's anatomy, examined once."""
         return examine(self.loaded.model)
 
     @cached_property
@@ -297,9 +297,8 @@ class TernaryProbeLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
 
     # ---- scoring
 
-    @cached_property
-    def scorer(self) -> Scorer:
-        """Scores token sequences with bounded memory."""
+    def _make_scorer(self) -> Scorer:
+        """Return what scores token sequences with bounded memory."""
         found = find_head(self.loaded.model, lambda: self.anatomy)
         if found.note is not None:
             self.note(found.note)

@@ -101,25 +101,36 @@ class FisherScreen:
     draws: int
     bound: float
 
-    def slope(self, chosen: Mapping[str, Sequence[int] | NDArray[np.int64]], *, bulk: bool = False) -> Predicted:
+    def slope(
+        self,
+        chosen: Mapping[str, Sequence[int] | NDArray[np.int64]],
+        *,
+        bulk: bool = False,
+        rates: Mapping[str, float] | None = None,
+    ) -> Predicted:
         """Return the predicted KL per unit flip rate of a set of columns: ``KL(clean || flipped) = slope * rate``.
 
         Args:
             chosen: Matrix name to columns.
             bulk: Leave the tail out.
+            rates: Matrix name to the share really flipped there; the result is then the KL itself.
 
         Returns:
             ``sum 2 w^2 F`` over the entries of those columns.
         """
         total = np.zeros(self.draws)
         for name, columns in chosen.items():
-            total += self.columns[name].fisher[:, np.asarray(columns, dtype=np.int64)].sum(1)
-        if bulk:
-            picked = {name: set(map(int, columns)) for name, columns in chosen.items()}
-            for entry in self.tail:
-                if entry.column in picked.get(entry.matrix, ()):
-                    total -= entry.draws
+            part = self.columns[name].fisher[:, np.asarray(columns, dtype=np.int64)].sum(1)
+            if bulk:
+                picked = set(map(int, columns))
+                for entry in self._tail_of(name):
+                    if entry.column in picked:
+                        part = part - entry.draws
+            total += part if rates is None else part * rates[name]
         return Predicted(float(total.mean()), standard_error(total))
+
+    def _tail_of(self, name: str) -> list[TailEntry]:
+        return [entry for entry in self.tail if entry.matrix == name]
 
     def tail_by_matrix(self) -> dict[str, tuple[int, ...]]:
         """Return the tail as flat row-major entries, by matrix: what a bulk flip leaves out.
@@ -176,6 +187,8 @@ def fisher_screen(
     Raises:
         ProbeError: If a matrix lies outside every block, the weights cannot carry gradients, or a score is not finite.
     """
+    if torch.is_inference_mode_enabled():
+        raise ProbeError("the Fisher pass needs gradients, which torch.inference_mode() forbids: leave it")
     if draws < 1:
         raise ProbeError(f"{draws} label draws: the Fisher needs at least one")
     check_windows(anatomy, windows)
@@ -312,6 +325,14 @@ def _gradients(anatomy: Anatomy, matrices: Sequence[WeightMatrix]) -> Iterator[_
     by_parameter: dict[str, list[WeightMatrix]] = defaultdict(list)
     for matrix in matrices:
         matrix.view()  # refuses what has no floating storage
+        own = anatomy.model.get_parameter(matrix.parameter_name)
+        others = {name: _parameter(anatomy.model, name) for name in matrix.aliases}
+        twins = [name for name, other in others.items() if other is not None and other is not own]
+        if twins:
+            raise ProbeError(
+                f"{matrix.name} and {twins[0]} share storage but are two parameters, so neither gets the whole gradient: tie "
+                "them to one parameter, or --exclude it"
+            )
         by_parameter[matrix.parameter_name].append(matrix)
     model = anatomy.model
     before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
@@ -327,6 +348,13 @@ def _gradients(anatomy: Anatomy, matrices: Sequence[WeightMatrix]) -> Iterator[_
             handle = parameter.register_post_accumulate_grad_hook(taker.hook(group))  # type: ignore[no-untyped-call]
             stack.callback(handle.remove)
         yield taker
+
+
+def _parameter(model: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
+    try:
+        return model.get_parameter(name)
+    except AttributeError:
+        return None
 
 
 def _restore(parameter: torch.nn.Parameter, flag: bool, gradient: torch.Tensor | None) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ternary_probe.anatomy import Recording, first_affected, negate_each, record_blocks
 from ternary_probe.errors import ProbeError
 from ternary_probe.measure.nll import NllResult, Response
-from ternary_probe.perturb.proof import checksum
+from ternary_probe.perturb.proof import NoEffectError, checksum
 
 if TYPE_CHECKING:
     from ternary_probe.anatomy import Anatomy, WeightMatrix
@@ -43,6 +43,11 @@ class Sweep:
         evaluator: The text and the model.
         reference: The clean model on it.
         progress: Called with ``(windows x experiments done, all of them)``.
+
+    Attributes:
+        resumes: Whether only the blocks behind a change run.
+        note: Why not, where they do not.
+        idle: Keys of the recipes that changed no weight.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Sweep:
             else "this model's blocks cannot be re-run from a recording "
             f"({check.note if check is not None else 'not checked'}): every experiment ran the whole model"
         )
+        self.idle: set[str] = set()
         self._clean: dict[tuple[str, ...], str] = {}
 
     def report(self, progress: Progress) -> None:
@@ -88,7 +94,8 @@ class Sweep:
             recipes: Key to resolved recipe; its matrices must lie inside blocks.
 
         Returns:
-            Key to NLL and KL. A broken model's figures are returned as they are, not finite.
+            Key to NLL and KL. A broken model's figures are returned as they are, not finite. A recipe that changes no weight
+            (all it hits is zero) gives the clean NLL and a KL of 0, and its key goes into ``idle``.
         """
         tallies = {key: self._tally() for key in recipes}
         starts = {key: self._start(self._matrices(recipe)) for key, recipe in recipes.items()}
@@ -96,12 +103,14 @@ class Sweep:
         for index, recording in self._recordings():
             for key, recipe in recipes.items():
                 self._progress(done, total)
-                with recipe.applied(self.anatomy, known_checksum=self._known(recipe)) as applied:
-                    states = recording.resume(starts[key])[0]
-                    tallies[key].nll[index], tallies[key].kl[index] = self.evaluator.score_window(
-                        index, states, self.reference
-                    )
-                self._clean[tuple(applied.matrices)] = applied.checksum_after
+                try:
+                    with recipe.applied(self.anatomy, known_checksum=self._known(recipe)):
+                        states = recording.resume(starts[key])[0]
+                        sums = self.evaluator.score_window(index, states, self.reference)
+                except NoEffectError:
+                    self.idle.add(key)
+                    sums = self.evaluator.score_window(index, recording.states[0], self.reference)
+                tallies[key].nll[index], tallies[key].kl[index] = sums
                 done += 1
         self._progress(total, total)
         return {key: self._response(tally) for key, tally in tallies.items()}

@@ -99,6 +99,18 @@ class RandomEntries(Perturbation):
         """
         return sum(self._count(m, len(self.columns.of(m.name, m.in_features)) * m.out_features) for m in matrices)
 
+    def share(self, matrix: WeightMatrix) -> float:
+        """Return the share of its pool that the recipe hits in one matrix: the rate, rounded to whole entries.
+
+        Args:
+            matrix: The matrix.
+
+        Returns:
+            Entries over the entries of the selected columns; 0 where those hold none.
+        """
+        pool = len(self.columns.of(matrix.name, matrix.in_features)) * matrix.out_features
+        return self._count(matrix, pool) / pool if pool else 0.0
+
     def _count(self, matrix: WeightMatrix, pool: int) -> int:
         if self.matching == "count":
             return frozen_counts(self.counts, matrix.name)

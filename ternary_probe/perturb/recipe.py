@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -105,7 +107,10 @@ class Perturbation(BaseModel, ABC):
         Raises:
             ProbeError: If a pattern matches nothing, or nothing is left.
         """
+        names = {name for m in anatomy.matrices for name in (m.name, *m.aliases)}
         for pattern in (*self.include, *self.exclude):
+            if pattern.replace("[[]", "[") in names:  # a name, escaped or not; there may be thousands
+                continue
             if not any(_matches(m, (pattern,)) for m in anatomy.matrices):
                 raise ProbeError(
                     f"pattern {pattern!r} matches no weight matrix of this model: `ternary-probe inspect` lists their names"
@@ -252,8 +257,13 @@ def count_by_rate(rate: float, pool: int) -> int:
 
 def _matches(matrix: WeightMatrix, patterns: tuple[str, ...]) -> bool:
     """Tell whether a pattern fits a name of the matrix; a name that has brackets (``experts.up[3]``) also fits itself."""
-    names = (matrix.name, *matrix.aliases)
-    return any(name == pattern or fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+    plain, globs = _compiled(patterns)
+    return any(name in plain or (globs is not None and globs.match(name)) for name in (matrix.name, *matrix.aliases))
+
+
+@lru_cache(maxsize=256)
+def _compiled(patterns: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str] | None]:
+    return frozenset(patterns), re.compile("|".join(map(fnmatch.translate, patterns))) if patterns else None
 
 
 def _take_back(undo: list[Callable[[], None]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ternary_probe.reports.rounding import (
     NOT_MEASURED,
     count,
@@ -77,7 +79,7 @@ def _headline(record: SensitivityRecord) -> tuple[str, ...]:
     found = [s for s in record.super_weights if s.super_weight]
     sentences = []
     if not record.super_weights:
-        sentences.append("No single weight was predicted or seen to matter enough to be measured alone.")
+        sentences.append("No single weight was measured alone.")
     elif not found:
         sentences.append(
             f"No super weight: none of the {count(len(record.super_weights))} weights measured alone moves the NLL by "
@@ -89,8 +91,11 @@ def _headline(record: SensitivityRecord) -> tuple[str, ...]:
             f"{count(len(found))} super weight{'s' if len(found) > 1 else ''}: the worst, {_name(worst)}, costs "
             f"{_nats(worst.flip_delta_nll)} when its sign flips and {_nats(worst.removal_delta_nll)} when it is removed."
         )
-    ranked = sorted(record.units, key=lambda u: -(u.measured or 0.0))
-    if ranked and ranked[0].measured is not None:
+    ranked = _ranked(record)
+    broken = [unit.unit for unit in ranked if unit.status == "non_finite"]
+    if broken:
+        sentences.append(f"Random flips of {percent(record.units[0].rate)} break the model in {', '.join(broken[:3])}.")
+    elif ranked and ranked[0].measured is not None:
         first = ranked[0]
         sentences.append(
             f"Random flips hurt most in {first.unit}: KL {_interval(first)} at {percent(first.rate)}, "
@@ -148,11 +153,15 @@ def _facts(record: SensitivityRecord) -> tuple[Fact, ...]:
         facts.append(
             Fact(
                 "worst case",
-                f"{count(worst.flips)} flips found greedily: ΔNLL {figure(worst.delta_nll[-1])}; as many random ones: "
+                f"{count(worst.flips)} flips found greedily: {_reached(worst.delta_nll[-1])}; as many random ones: "
                 f"{figure_plus_minus(worst.random_delta_nll, worst.random_low, worst.random_high)}",
             )
         )
     return tuple(facts)
+
+
+def _reached(value: float | None) -> str:
+    return "they break the model" if value is None else f"ΔNLL {figure(value)}"
 
 
 # Bulk
@@ -259,7 +268,7 @@ def _unit_columns() -> tuple[Column, ...]:
 
 
 def _unit_table(record: SensitivityRecord) -> Table:
-    ranked = sorted(record.units, key=lambda unit: -(unit.measured or 0.0))
+    ranked = _ranked(record)
     rate = percent(record.units[0].rate)
     explained = (
         f"Random flips of {rate} of the entries there and nowhere else, super-weight candidates spared; intervals over "
@@ -270,6 +279,17 @@ def _unit_table(record: SensitivityRecord) -> Table:
         below.append(f"The {_ROWS} worst of {count(len(ranked))}; all are in the report and the record.")
     kind = "blocks" if record.units[0].kind == "block" else "matrices"
     return Table(f"Worst {kind}", _unit_columns(), tuple(_unit_row(unit) for unit in ranked[:_ROWS]), tuple(below))
+
+
+def _ranked(record: SensitivityRecord) -> list[Unit]:
+    """Worst first; what breaks the model before everything else."""
+
+    def damage(unit: Unit) -> float:
+        if unit.status == "non_finite":
+            return math.inf
+        return -math.inf if unit.measured is None else unit.measured
+
+    return sorted(record.units, key=damage, reverse=True)
 
 
 def _all_units_table(record: SensitivityRecord) -> Table:

@@ -28,6 +28,8 @@ class Damage:
     delta_nll: float | None
     kl: float | None
     delta_nll_windows: tuple[float, ...]
+    effect: bool = True
+    """False where the experiment changed no weight: all it hit is zero."""
 
     @property
     def ok(self) -> bool:
@@ -101,7 +103,7 @@ class DamageCells:
                 if saved is None:
                     todo.setdefault(name, []).append(column)
                 else:
-                    found[name, column] = _damage(saved), saved["null"]
+                    found[name, column] = self._read(f"column|{name}|{column}", saved), float(saved.get("null", 0.0))
         total = sum(map(len, todo.values()))
         done = 0
         for name, picked in todo.items():
@@ -118,10 +120,16 @@ class DamageCells:
 
     def _saved(self, key: str) -> Damage | None:
         cell = self.store.get(key)
-        return None if cell is None else _damage(cell)
+        return None if cell is None else self._read(key, cell)
+
+    def _read(self, key: str, cell: Mapping[str, Any]) -> Damage:
+        try:
+            return _damage(cell)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self.store.damaged(key) from error
 
     def _keep(self, key: str, response: Response) -> Damage:
-        cell = self._cell(response)
+        cell = self._cell(response) | {"effect": key not in self.sweep.idle}
         self.store.put(key, cell)
         self.measured += 1
         return _damage(cell)
@@ -148,4 +156,8 @@ class DamageCells:
 
 
 def _damage(cell: Mapping[str, Any]) -> Damage:
-    return Damage(cell["delta_nll"], cell["kl"], tuple(cell["windows"]))
+    figures = [None if cell[name] is None else float(cell[name]) for name in ("delta_nll", "kl")]
+    windows = tuple(float(value) for value in cell["windows"])
+    if not all(map(math.isfinite, (*windows, *(f for f in figures if f is not None)))):
+        raise ValueError("a stored figure is not finite")
+    return Damage(figures[0], figures[1], windows, bool(cell.get("effect", True)))

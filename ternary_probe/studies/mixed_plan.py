@@ -104,7 +104,7 @@ def _measured(
     entries = {m.name: m.numel for m in usable}
     return PlanStep(
         kept=len(kept),
-        kept_entries=sum(entries[name] for name in kept) / sum(entries.values()),
+        kept_entries=sum(entries[name] for name in kept) / max(1, sum(entries.values())),
         predicted_share=avoided / total if total > 0 else 0.0,
         kl=0.0 if found is None else found.kl,
         delta_nll=0.0 if found is None else found.delta_nll,

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import scipy
@@ -23,7 +23,7 @@ from ternary_probe import __version__
 from ternary_probe import anatomy as anatomies
 from ternary_probe.errors import ProbeError
 from ternary_probe.measure.activations import measure_activations
-from ternary_probe.measure.fisher import FisherScreen, fisher_screen
+from ternary_probe.measure.fisher import FisherScreen, Predicted, fisher_screen
 from ternary_probe.measure.grid import grid_note
 from ternary_probe.measure.nll import Evaluator, check_windows
 from ternary_probe.measure.sweep import Sweep
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 _LINEAR = 0.15  # predicted against sampled
 _SPIKES = 8  # entries the spike screen may add
 _WORST_CANDIDATES = 8
+_REMOVED = 0.1  # share of the bound that a flip must move the NLL by for the removal to be measured too
 
 
 def run_sensitivity(
@@ -133,7 +134,30 @@ class _Study:
         self.by_name = {m.name: m for m in self.matrices}
         self.outlier = self.activations.outlier_columns(options.fraction, options.by)
         self.deadline = math.inf
+        self.too_small = 0
+        self.alone: set[tuple[str, int, int]] = set()
+        self._check_rates()
         self.notes: list[str] = []
+
+    def _check_rates(self) -> None:
+        """Refuse rates that flip nothing, before anything is measured.
+
+        Raises:
+            ProbeError: If a rate rounds to no entry in every matrix.
+        """
+        o = self.options
+        for pool in o.pools:
+            for rate in o.rates:
+                columns = Columns() if pool == "all" else self._columns_of(pool)
+                if not SignFlip(rate=rate, columns=columns).total(self.matrices):
+                    raise ProbeError(
+                        f"rate {rate:g} rounds to no flip at all in {pool} columns: raise --rates or --fraction"
+                    )
+        if o.per != "none" and not self._drawn(self.matrices):
+            raise ProbeError(f"--unit-rate {o.unit_rate:g} rounds to no flip at all in every matrix: raise it")
+
+    def _columns_of(self, pool: str) -> Columns:
+        return Columns(select=pool, outlier=self.outlier, fraction=self.options.fraction)
 
     def fingerprint(self) -> dict[str, object]:
         """Everything a finished experiment depends on; what merely chooses experiments is not part of it."""
@@ -189,7 +213,7 @@ class _Study:
             protocol=ProtocolInfo.model_validate(self.windows.protocol.model_dump(mode="json")),
             calibration=ProtocolInfo.model_validate(self.calibration.protocol.model_dump(mode="json")),
             environment=Environment.here(torch.get_num_threads()),
-            status="ok" if all(status == "ok" for status in statuses) else "non_finite",
+            status="non_finite" if "non_finite" in statuses else "ok",
             notes=self._notes(units),
             baseline=Baseline(
                 nll=base.mean, perplexity=base.perplexity, nll_windows=tuple(float(v) for v in base.windows)
@@ -218,15 +242,18 @@ class _Study:
     # ---- bulk --------------------------------------------------------------------------------------------------------
 
     def _pool(self, name: str) -> dict[str, np.ndarray]:
-        columns = Columns(select=name, outlier=self.outlier, fraction=self.options.fraction)
+        columns = self._columns_of(name)
         return {m.name: columns.of(m.name, m.in_features) for m in self.matrices}
 
     def _flip(self, rate: float, seed: int, names: Sequence[str], pool: str = "all") -> SignFlip:
-        columns = Columns(select=pool, outlier=self.outlier, fraction=self.options.fraction)
-        if pool == "all":
-            columns = Columns()
+        columns = Columns() if pool == "all" else self._columns_of(pool)
         spared = {name: entries for name, entries in self.spared.items() if name in set(names)}
         return SignFlip(rate=rate, seed=seed, columns=columns, include=_named(names), spared=spared or None)
+
+    def _predicted(self, flip: SignFlip, columns: Mapping[str, np.ndarray | range]) -> Predicted:
+        """Return the KL that a bulk flip is predicted to cost, from the whole entries it really draws in each matrix."""
+        rates = {name: flip.share(self.by_name[name]) for name in columns}
+        return self.screen.slope(columns, bulk=True, rates=rates)
 
     def _bulk(self) -> list[BulkResponse]:
         o, names = self.options, list(self.by_name)
@@ -240,24 +267,23 @@ class _Study:
         damage = self.cells.of(recipes, "bulk: random flips in a pool of columns")
         rows = []
         for pool in o.pools:
-            slope = self.screen.slope(self._pool(pool), bulk=True)
             for rate in sorted(o.rates):
                 cells = [damage[f"bulk|{pool}|{rate!r}|{seed}"] for seed in seeds]
                 kl, nll = _over_seeds(cells)
-                predicted = slope.value * rate
-                linear = None if kl is None else _agrees(predicted, kl)
+                predicted = self._predicted(self._flip(rate, o.seed, names, pool), self._pool(pool))
+                linear = None if kl is None else _agrees(predicted.value, kl)
                 rows.append(
                     BulkResponse(
                         pool=pool,
                         rate=rate,
-                        predicted=predicted,
-                        predicted_se=None if slope.standard_error is None else slope.standard_error * rate,
+                        predicted=predicted.value,
+                        predicted_se=predicted.standard_error,
                         seeds=len(cells),
                         **_figures("kl", kl),
                         delta_nll=None if nll is None else nll.value,
                         nll_low=_low(nll),
                         nll_high=_high(nll),
-                        ratio=predicted / kl.value if kl is not None and kl.value > 0 else None,
+                        ratio=predicted.value / kl.value if kl is not None and kl.value > 0 else None,
                         linear=linear,
                         status=_status(cells),
                     )
@@ -280,7 +306,9 @@ class _Study:
         members: dict[str, list[WeightMatrix]] = defaultdict(list)
         for matrix in self.matrices:
             members[matrix.name if self.options.per == "matrix" else f"block {matrix.block}"].append(matrix)
-        return {name: group for name, group in members.items() if self._drawn(group)}
+        large = {name: group for name, group in members.items() if self._drawn(group)}
+        self.too_small = len(members) - len(large)
+        return large
 
     def _drawn(self, group: Sequence[WeightMatrix]) -> int:
         return sum(round(self.options.unit_rate * m.numel) for m in group)
@@ -352,8 +380,10 @@ class _Study:
     ) -> Unit:
         o = self.options
         _, nll = _over_seeds(cells)
-        slope = self.screen.slope({m.name: range(m.in_features) for m in group}, bulk=True)
-        kl = None if looked is None else looked.interval
+        flip = self._flip(o.unit_rate, o.seed, [m.name for m in group])
+        predicted = self._predicted(flip, {m.name: range(m.in_features) for m in group})
+        status = _status(cells)
+        kl = None if looked is None or status == "not_applicable" else looked.interval
         return Unit(
             unit=name,
             kind="matrix" if o.per == "matrix" else "block",
@@ -361,7 +391,8 @@ class _Study:
             role=group[0].role if o.per == "matrix" else None,
             entries=sum(m.numel for m in group),
             rate=o.unit_rate,
-            predicted=slope.value * o.unit_rate,
+            drawn=sum(flip.share(m) * m.numel for m in group) / sum(m.numel for m in group),
+            predicted=predicted.value,
             measured=None if kl is None else kl.value,
             ci_low=_low(kl),
             ci_high=_high(kl),
@@ -373,13 +404,13 @@ class _Study:
             nll_low=_low(nll),
             nll_high=_high(nll),
             control=control,
-            status=_status(cells),
+            status=status,
         )
 
     def _additivity(self, units: Sequence[Unit]) -> Additivity | None:
         """Compare the sum of the units' damage with all of them at once, on the seeds every unit has."""
         o = self.options
-        if not units or any(unit.measured is None for unit in units):
+        if not units or any(unit.status == "non_finite" for unit in units):
             return None
         seeds = range(o.seed, o.seed + o.seeds)
         names = list(self.by_name)
@@ -414,9 +445,9 @@ class _Study:
                     predicted_se=bulk.standard_error,
                     tail=whole.value - bulk.value,
                     first_order=float(self.screen.columns[matrix.name].first.sum()),
-                    measured=None if unit is None or unit.measured is None else unit.measured / unit.rate,
-                    ci_low=None if unit is None or low is None else low / unit.rate,
-                    ci_high=None if unit is None or high is None else high / unit.rate,
+                    measured=None if unit is None or unit.measured is None else unit.measured / unit.drawn,
+                    ci_low=None if unit is None or low is None else low / unit.drawn,
+                    ci_high=None if unit is None or high is None else high / unit.drawn,
                     ternary=ternary.get(matrix.name),
                 )
             )
@@ -430,7 +461,7 @@ class _Study:
         if len(watched) < len(self.matrices):
             self.notes.append(
                 f"columns of {len(self.matrices) - len(watched)} matrices were not measured: their input is only seen at "
-                "the product (fused experts), where batch entries are not apart"
+                "the product (fused experts, weights used in several places), where batch entries are not apart"
             )
         if not (o.columns or o.random_columns) or not watched:
             return [], []
@@ -441,7 +472,7 @@ class _Study:
             picked[item.matrix].append(item.column)
         damage = self.cells.columns(picked, "whole columns, by input negation", together=o.together)
         rows = [self._column_row(item, damage[item.matrix, item.column][0], scores) for item in chosen]
-        return sorted(rows, key=lambda row: -(row.measured or 0.0)), _agreement(rows)
+        return sorted(rows, key=lambda row: -math.inf if row.measured is None else -row.measured), _agreement(rows)
 
     def _column_row(
         self, item: Nominated, damage: Damage, scores: Mapping[str, Mapping[str, np.ndarray]]
@@ -467,9 +498,9 @@ class _Study:
 
     def _candidates(self) -> dict[tuple[str, int, int], list[str]]:
         found: dict[tuple[str, int, int], list[str]] = {}
-        for entry in self.screen.tail[: self.options.singles]:
+        spikes = find_spikes(self.anatomy, self.windows, self.matrices, min(_SPIKES, self.options.singles // 3))
+        for entry in self.screen.tail[: self.options.singles - len(spikes)]:
             found.setdefault((entry.matrix, entry.row, entry.column), []).append("fisher")
-        spikes = find_spikes(self.anatomy, self.windows, self.matrices, min(_SPIKES, self.options.singles))
         for spike in spikes:
             found.setdefault((spike.matrix, spike.row, spike.column), []).append("spike")
         return found
@@ -481,19 +512,22 @@ class _Study:
         candidates = {
             place: by for place, by in self._candidates().items() if self._value(*place) != 0
         }  # a zero has no sign to lose
-        recipes: dict[str, Perturbation] = {
-            f"entry|{to}|{name}|{row}|{column}": EntryFlip(entries={name: ((row, column),)}, to=to)
-            for name, row, column in candidates
-            for to in ("negative", "zero")
-        }
-        damage = self.cells.of(recipes, "single weights: flipped, then removed")
+        self.alone = set(candidates)
+        flips = self._entries_measured("negative", list(candidates), "single weights: flipped")
+        moved = [
+            p
+            for p, d in flips.items()
+            if d.delta_nll is None or abs(d.delta_nll) >= _REMOVED * self.options.super_bound
+        ]
+        removals = self._entries_measured("zero", moved, "single weights: removed")
         predicted = {(e.matrix, e.row, e.column): e.predicted for e in self.screen.tail}
         rows = []
         for place, by in candidates.items():
             name, row, column = place
-            flip, removal = (damage[f"entry|{to}|{name}|{row}|{column}"] for to in ("negative", "zero"))
+            flip, removal = flips[place], removals.get(place)
             over = flip.over_windows
-            moves = [abs(d) for d in (flip.delta_nll, removal.delta_nll) if d is not None]
+            measured = [flip] if removal is None else [flip, removal]
+            moves = [abs(d.delta_nll) for d in measured if d.delta_nll is not None]
             rows.append(
                 SingleWeight(
                     matrix=name,
@@ -507,14 +541,24 @@ class _Study:
                     flip_low=_low(over),
                     flip_high=_high(over),
                     flip_kl=flip.kl,
-                    removal_delta_nll=removal.delta_nll,
-                    removal_kl=removal.kl,
-                    super_weight=len(moves) < 2 or max(moves) >= self.options.super_bound,
+                    removal_delta_nll=None if removal is None else removal.delta_nll,
+                    removal_kl=None if removal is None else removal.kl,
+                    super_weight=len(moves) < len(measured) or max(moves) >= self.options.super_bound,
                     recipe=str(EntryFlip(entries={name: ((row, column),)})),
-                    status="ok" if flip.ok and removal.ok else "non_finite",
+                    status="ok" if all(d.ok for d in measured) else "non_finite",
                 )
             )
         return sorted(rows, key=lambda r: -_severity(r))
+
+    def _entries_measured(
+        self, to: Literal["negative", "zero"], places: Sequence[tuple[str, int, int]], label: str
+    ) -> dict[tuple[str, int, int], Damage]:
+        keys = {place: f"entry|{to}|{place[0]}|{place[1]}|{place[2]}" for place in places}
+        recipes: dict[str, Perturbation] = {
+            key: EntryFlip(entries={name: ((row, column),)}, to=to) for (name, row, column), key in keys.items()
+        }
+        damage = self.cells.of(recipes, label)
+        return {place: damage[key] for place, key in keys.items()}
 
     def _value(self, name: str, row: int, column: int) -> float:
         return float(self.by_name[name].view()[row, column])
@@ -573,12 +617,19 @@ class _Study:
                 f"{len(self.unreached)} matrices met no token of the calibration text and are not ranked: "
                 f"{', '.join(self.unreached[:3])}{'…' if len(self.unreached) > 3 else ''}"
             )
-        beyond = len(self.screen.tail) - o.singles
-        if o.singles and beyond > 0:
+        beyond = len({(e.matrix, e.row, e.column) for e in self.screen.tail} - self.alone)
+        if beyond:
             notes.append(f"{beyond} entries predicted above {o.bound:g} nats were not measured: raise --singles")
+        idle = sum(unit.status == "not_applicable" for unit in units)
+        if idle:
+            notes.append(f"{idle} parts hold nothing but zeros where flips fell: flipping a zero does nothing")
+        if self.too_small:
+            notes.append(
+                f"{self.too_small} parts are too small for a flip at {o.unit_rate:g} and were not measured: raise --unit-rate"
+            )
         if any(unit.stopped_by == "budget" for unit in units):
             notes.append(f"the budget of {o.budget:g} minutes ended before every interval was as tight as asked")
-        if o.seeds < 8:
+        if o.seeds < 8 and o.precision is None:
             notes.append(f"{o.seeds} seeds: intervals from fewer than 8 are rough")
         return tuple(dict.fromkeys(notes))
 
@@ -631,7 +682,9 @@ def _high(interval: Interval | None) -> float | None:
 
 
 def _status(cells: Sequence[Damage]) -> Status:
-    return "ok" if all(cell.ok for cell in cells) else "non_finite"
+    if not all(cell.ok for cell in cells):
+        return "non_finite"
+    return "ok" if any(cell.effect for cell in cells) else "not_applicable"
 
 
 def _severity(row: SingleWeight) -> float:

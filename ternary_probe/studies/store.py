@@ -42,7 +42,13 @@ class CellStore:
 
     def _claim(self, fingerprint: dict[str, Any]) -> None:
         mine = {name: json.dumps(value, sort_keys=True) for name, value in fingerprint.items()}
-        theirs = dict(self._db.execute("SELECT name, value FROM study").fetchall())
+        try:
+            theirs = dict(self._db.execute("SELECT name, value FROM study").fetchall())
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            self._db.close()
+            raise ProbeError(
+                f"{self.path} cannot be read as the cells of a study: {error}; delete it, or choose another --out"
+            ) from error
         if not theirs:
             self._write("INSERT INTO study VALUES (?, ?)", list(mine.items()))
             return

@@ -8,7 +8,7 @@ import torch
 import zoo
 from small_study import cut, speaking_llama
 
-from ternary_probe.anatomy import SelfCheck, examine
+from ternary_probe.anatomy import SelfCheck, examine, first_affected, negate_inputs, record_blocks
 from ternary_probe.errors import ProbeError
 from ternary_probe.measure import Evaluator
 from ternary_probe.measure.sweep import Sweep
@@ -98,3 +98,19 @@ def test_a_model_without_reruns_says_so():
     key = found.block_matrices[-1].name
     with torch.no_grad():
         assert sweep.perturbed({key: SignFlip(rate=0.2, include=(key,))})[key].kl.mean > 0
+
+
+def test_negation_is_the_flipped_column_bit_for_bit_on_every_matrix_of_the_demo_model(demo_model):
+    """Hidden states under a negated input equal those under the flipped weight column, in fp32, difference exactly 0."""
+    found = examine(demo_model.model)
+    ids = torch.arange(16)[None] * 37 % 1000
+    with torch.no_grad():
+        recording = record_blocks(found, ids)
+        for index, matrix in enumerate(found.block_matrices):
+            column = index % matrix.in_features
+            start = first_affected(found, [matrix])
+            with negate_inputs(found, {matrix.name: torch.tensor([column])}):
+                negated = recording.resume(start)
+            flip = ColumnFlip(columns=Columns(select="listed", listed=(column,)), include=(matrix.name,))
+            with flip.applied(found):
+                assert torch.equal(recording.resume(start), negated), matrix.name

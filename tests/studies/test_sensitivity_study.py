@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 from dataclasses import replace
 from functools import cache
 
@@ -15,8 +17,9 @@ from ternary_probe.anatomy import examine
 from ternary_probe.errors import ProbeError
 from ternary_probe.loading import wrap
 from ternary_probe.measure import Evaluator
-from ternary_probe.perturb import NotRestoredError, SignFlip, Ternarize, parse, sha256_weights
+from ternary_probe.perturb import EntryFlip, NotRestoredError, SignFlip, Ternarize, parse, sha256_weights
 from ternary_probe.records import load_record
+from ternary_probe.reports.sensitivity_sheet import sensitivity_sheet
 from ternary_probe.sensitivity_record import SensitivityRecord
 from ternary_probe.studies import sensitivity as study_module
 from ternary_probe.studies.sensitivity import run_sensitivity
@@ -107,8 +110,14 @@ def test_single_weights_are_measured_by_their_own_recipe():
             response = evaluator.response(reference)
         assert row.flip_delta_nll == pytest.approx(response.nll.mean - reference.result.mean, abs=1e-9)
         assert row.flip_kl == pytest.approx(response.kl.mean, rel=1e-9)
-        assert row.super_weight == (max(abs(row.flip_delta_nll), abs(row.removal_delta_nll)) >= found.super_bound)
-    damage = [max(abs(r.flip_delta_nll), abs(r.removal_delta_nll)) for r in found.super_weights]
+        assert row.super_weight == (max(abs(row.flip_delta_nll), abs(row.removal_delta_nll or 0)) >= found.super_bound)
+        if row.removal_delta_nll is None:
+            assert abs(row.flip_delta_nll) < found.super_bound / 10
+            continue
+        with EntryFlip(entries={row.matrix: ((row.row, row.column),)}, to="zero").applied(anatomy):
+            removed = evaluator.response(reference)
+        assert row.removal_delta_nll == pytest.approx(removed.nll.mean - reference.result.mean, abs=1e-9)
+    damage = [max(abs(r.flip_delta_nll), abs(r.removal_delta_nll or 0)) for r in found.super_weights]
     assert damage == sorted(damage, reverse=True)
 
 
@@ -307,3 +316,112 @@ def test_weights_that_changed_are_an_error(monkeypatch):
     monkeypatch.setattr(study_module, "sha256_weights", lambda _model: next(hashes))
     with pytest.raises(NotRestoredError):
         run(replace(SMALL, per="none", singles=0, columns=0, random_columns=0))
+
+
+def without(name, share=1.0):
+    """A loaded model of which a share of one matrix is zero."""
+    loaded = loaded_llama()
+    with torch.no_grad():
+        weight = loaded.model.get_parameter(name)
+        keep = torch.rand(weight.shape, generator=torch.Generator().manual_seed(2)) >= share
+        weight.mul_(keep)
+    return loaded
+
+
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+
+
+def test_a_matrix_of_zeros_is_not_applicable_and_the_rest_goes_on():
+    found = run(replace(SMALL, plan=0.5), without(O_PROJ))
+    units = {unit.unit: unit for unit in found.units}
+    assert units[O_PROJ].status == "not_applicable"
+    assert units[O_PROJ].measured is None
+    feeding = {f"model.layers.0.self_attn.{n}_proj.weight" for n in "qkv"}  # into the zeros: no damage, truly
+    assert all((unit.measured > 0) != (name in feeding) for name, unit in units.items() if name != O_PROJ)
+    assert found.status == "ok"
+    assert found.additivity is not None
+    assert any("nothing but zeros" in note for note in found.notes)
+
+
+def test_a_flip_that_hits_zeros_only_counts_as_no_damage():
+    found = run(replace(SMALL, unit_rate=0.002, seeds=6), without(O_PROJ, 0.8))
+    unit = next(unit for unit in found.units if unit.unit == O_PROJ)
+    assert unit.seeds == 6
+    assert unit.measured is not None
+
+
+def test_a_plan_on_weights_that_are_ternary_already_takes_that_as_no_damage():
+    loaded = loaded_llama()
+    name = "model.layers.0.mlp.down_proj.weight"
+    anatomy = examine(loaded.model)
+    with Ternarize(scheme="optimal", include=(name,)).applied(anatomy):
+        ternary = anatomy.matrix(name).view().clone()
+    with torch.no_grad():
+        anatomy.matrix(name).view().copy_(ternary)
+    found = run(replace(SMALL, per="none", singles=0, columns=0, random_columns=0, plan=0.5, scheme="optimal"), loaded)
+    assert next(m for m in found.matrices if m.matrix == name).ternary == 0
+    assert name not in found.plan.exclude
+
+
+def test_the_prediction_counts_the_entries_really_drawn():
+    name = "model.layers.1.self_attn.v_proj.weight"
+    found = run(replace(SMALL, include=(name,), rates=(), unit_rate=0.003, singles=0, columns=0, random_columns=0))
+    unit = found.units[0]
+    assert unit.drawn == round(0.003 * unit.entries) / unit.entries != 0.003
+    assert unit.predicted == pytest.approx(found.matrices[0].predicted * unit.drawn)
+    assert found.matrices[0].measured == pytest.approx(unit.measured / unit.drawn)
+
+
+def test_what_breaks_the_model_comes_first():
+    loaded = loaded_llama()
+    block = loaded.model.model.layers[1]
+    weight = block.self_attn.v_proj.weight
+    with torch.no_grad():
+        weight[0, 0] = 1.0
+    block.register_forward_hook(lambda _module, _args, output: output + 0 * weight[0, 0].sqrt())
+    found = run(replace(SMALL, per="block", unit_rate=0.9, bound=1e9, rates=(0.01,), pools=("other",)), loaded)
+    sheet = sensitivity_sheet(found)
+    assert found.status == "non_finite"
+    assert "break the model in block 1" in " ".join(sheet.headline)
+    table = next(t for t in sheet.tables if t.title == "Worst blocks")
+    assert table.rows[0][0] == "block 1"
+
+
+@pytest.mark.parametrize(
+    "cell", [{}, {"delta_nll": "a", "kl": 1.0, "windows": []}, {"delta_nll": 1.0, "kl": 1.0, "windows": None}]
+)
+def test_a_damaged_cell_is_one_clear_error(tmp_path, cell):
+    options = replace(SMALL, per="none", columns=0, random_columns=0, worst=0)
+    run(options, out=tmp_path)
+    with sqlite3.connect(tmp_path / "cells.sqlite") as db:
+        db.execute("UPDATE cells SET value = ?", [json.dumps(cell)])
+    with pytest.raises(ProbeError, match="damaged"):
+        run(options, out=tmp_path)
+
+
+def test_a_foreign_database_is_one_clear_error(tmp_path):
+    with sqlite3.connect(tmp_path / "cells.sqlite") as db:
+        db.execute("CREATE TABLE study (a int)")
+    with pytest.raises(ProbeError, match="cannot be read as the cells of a study"):
+        run(out=tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"rates": (1e-7,)}, {"unit_rate": 1e-7}])
+def test_a_rate_that_flips_nothing_is_refused_before_anything_is_measured(change, monkeypatch):
+    monkeypatch.setattr(study_module, "fisher_screen", lambda *_a, **_k: pytest.fail("measured"))
+    with pytest.raises(ProbeError, match="no flip at all"):
+        run(replace(SMALL, **change))
+
+
+def test_a_bound_that_spares_everything_leaves_no_bulk_to_measure():
+    found = run(replace(SMALL, bound=1e-30, singles=2, columns=0, random_columns=0, per="none"))
+    assert {row.status for row in found.bulk} == {"not_applicable"}
+    assert any("raise --singles" in note for note in found.notes)
+
+
+def test_one_storage_under_two_parameters_is_refused():
+    loaded = loaded_llama()
+    first, second = (layer.mlp.down_proj for layer in loaded.model.model.layers)
+    second.weight = torch.nn.Parameter(first.weight.data, requires_grad=False)
+    with pytest.raises(ProbeError, match="two parameters"):
+        run(loaded=loaded)
