@@ -41,14 +41,21 @@ def doctor(
 
         console = Console()
         table = Table(show_header=False, box=None)
-        hook = found.pop("lm-eval hook YAML", None)
+        paths = [
+            (label, found.pop(name, None))
+            for name, label in (
+                ("lm-eval hook YAML", "HOOK.yaml, for --tasks TASK,HOOK.yaml"),
+                ("lm-eval tasks", "TASKS, for --include_path TASKS"),
+            )
+        ]
         for name, value in found.items():
             rows = value.items() if isinstance(value, dict) else [(name, value)]
             for key, shown in rows:
                 table.add_row(str(key), str(shown))
         console.print(table)
-        if hook is not None:  # on a line of its own, to be copied whole
-            console.print(f"\nlm-eval hook YAML, for --tasks TASK,THIS:\n{hook}", highlight=False, soft_wrap=True)
+        for label, path in paths:
+            if path is not None:  # on a line of its own, to be copied whole
+                console.print(f"\nlm-eval: {label}:\n{path}", highlight=False, soft_wrap=True)
 
 
 def _devices() -> dict[str, Any]:

@@ -31,7 +31,11 @@ def find_routes(*, attempt: bool = True) -> dict[str, Any]:
     spec = importlib.util.find_spec(PLUGIN)
     if spec is None or spec.origin is None:
         return {"lm-eval plugin": f"{PLUGIN} cannot be imported: reinstall ternary-probe"}
-    found: dict[str, Any] = {"lm-eval hook YAML": str(Path(spec.origin).parent / "ternary_probe.yaml")}
+    plugin = Path(spec.origin).parent
+    found: dict[str, Any] = {
+        "lm-eval hook YAML": str(plugin / "ternary_probe.yaml"),
+        "lm-eval tasks": str(plugin / "tasks"),
+    }
     try:
         version = metadata.version("lm-eval")
     except metadata.PackageNotFoundError:

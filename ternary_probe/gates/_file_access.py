@@ -276,6 +276,20 @@ def open_files(source: str, revision: str | None) -> Files:
     return HubFiles(source, revision)
 
 
+def require_present(source: str, revision: str | None) -> None:
+    """Refuse what names nothing, before any check runs: a mistyped name is bad input, not an open question.
+
+    Args:
+        source: MODEL as the user gave it.
+        revision: Branch, tag or commit of a hub id.
+
+    Raises:
+        ProbeError: If there is no such folder, file or repository.
+    """
+    if source != "demo" and not Path(source).expanduser().exists():
+        open_files(source, revision)
+
+
 @contextmanager
 def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
     from ternary_probe.hub_files import HubError, named_errors

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ternary_probe.errors import ProbeError
 from ternary_probe.gates._check import Check, Tier, all_checks
 from ternary_probe.gates._evidence import Evidence, GateOptions, Subject
+from ternary_probe.gates._file_access import require_present
 from ternary_probe.gates._policy import Policy, load_policy
 from ternary_probe.gates._verdict import decide, weigh
 from ternary_probe.records import Environment, Finding, GateRecord, ModelInfo, ProtocolInfo, Timing
@@ -49,12 +50,15 @@ def run_gate(
         The record. A check that could not be carried out is a finding of its own; others are not lost.
 
     Raises:
-        ProbeError: If no check at all could be carried out, with the reason of the first.
+        ProbeError: If a model does not exist, or no check at all could be carried out, with the reason of the first.
     """
     started = time.perf_counter()
     policy, options = policy or load_policy(), options or GateOptions()
     base = None if candidate is None else Subject(model, options)
     subject = Subject(model, options) if candidate is None else Subject(candidate, _without_revision(options))
+    for one in (base, subject):
+        if one is not None and isinstance(one.source, str):
+            require_present(one.source, one.options.loading.get("revision"))
     chosen = select(policy, tiers, compares=base is not None)
     evidence = Evidence(subject, base, options, max(1, sum(check.tests for check in chosen)), policy.alpha)
     findings: list[Finding] = []
@@ -83,7 +87,7 @@ def run_gate(
         environment=Environment.here(),
         timing=Timing(seconds=time.perf_counter() - started, evaluations=_evaluations(subject, base)),
         status="inconclusive" if verdict.value == "inconclusive" else "ok",
-        notes=_notes(subject, base),
+        notes=(*_notes(subject, base), *_left_out(policy, tiers, compares=base is not None)),
         policy=policy.name,
         policy_sha256=policy.sha256,
         tiers=tuple(tier.value for tier in Tier if tier in tiers),
@@ -177,6 +181,21 @@ def _evaluations(*subjects: Subject | None) -> int:
 def _bytes_read(*subjects: Subject | None) -> int | None:
     read = [vars(s)["parameters"].bytes_read for s in subjects if s and "parameters" in vars(s)]
     return sum(read) if read else None
+
+
+def _left_out(policy: Policy, tiers: Sequence[Tier], *, compares: bool) -> tuple[str, ...]:
+    """Name the checks the policy asks for that this run did not make."""
+    every = select(policy, tuple(Tier), compares=compares)
+    made = {check.name for check in select(policy, tiers, compares=compares)}
+    missing = [check for check in every if check.name not in made]
+    scan = [check.name for check in missing if check.tier is Tier.SCAN]
+    others = [check.name for check in missing if check.tier is not Tier.SCAN]
+    notes = []
+    if scan:
+        notes.append(f"not run: {', '.join(scan)}; --scan-weights runs them, reading every weight once")
+    if others:
+        notes.append(f"not run, as asked: {', '.join(others)}")
+    return tuple(notes)
 
 
 def _notes(subject: Subject, base: Subject | None) -> tuple[str, ...]:

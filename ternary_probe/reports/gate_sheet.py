@@ -68,7 +68,7 @@ def _checked(record: GateRecord) -> str:
     counted = Counter(finding.status for finding in record.findings)
     parts = [f"{counted[status]} {status.replace('_', ' ')}" for status in _ORDER if counted[status]]
     read = "" if record.bytes_read is None else f"; {count(record.bytes_read)} bytes of checkpoint files read"
-    return f"{', '.join(record.tiers)}: {', '.join(parts) or 'nothing'}{read}"
+    return f"{', '.join(record.tiers)}; findings: {', '.join(parts) or 'none'}{read}"
 
 
 def _findings(record: GateRecord) -> Table:

@@ -75,6 +75,8 @@ def _properties(record: GateRecord) -> dict[str, str]:
         "policy_sha256": record.policy_sha256,
         "ternary_probe": record.environment.ternary_probe,
     }
+    if record.notes:
+        found["notes"] = "; ".join(record.notes)
     return found if record.base is None else found | {"base": record.base.name}
 
 

@@ -48,7 +48,10 @@ def _headline(record: PerplexityRecord) -> str:
     if record.ci_low is None or record.ci_high is None:
         return f"Token perplexity {figure(record.token_perplexity, 4)}, without an interval."
     value, _, interval = figure_with_interval(record.token_perplexity, record.ci_low, record.ci_high).partition(" ")
-    return f"Token perplexity {value} (95 % interval {interval} over windows of this text)."
+    return (
+        f"Token perplexity {value} (95 % interval {interval} over windows of this text); NLL {figure(record.nll, 6)} "
+        "nats/token."
+    )
 
 
 def _figures(record: PerplexityRecord) -> Table:

@@ -86,9 +86,9 @@ def model_fact(model: ModelInfo) -> Fact:
         One line: name, kind, parameters, dtype, device, revision.
     """
     revision = f", revision {model.revision}" if model.revision else ""
+    where = "" if model.device == "none" else f" on {model.device}"  # files that no model was built from
     return Fact(
-        "model",
-        f"{model.name}{revision} ({model.kind}; {count(model.parameters)} parameters, {model.dtype} on {model.device})",
+        "model", f"{model.name}{revision} ({model.kind}; {count(model.parameters)} parameters, {model.dtype}{where})"
     )
 
 

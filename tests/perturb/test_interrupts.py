@@ -121,7 +121,8 @@ def test_a_sigint_at_any_instruction_leaves_every_bit_as_it_was(llama, found, ki
         assert_bit_identical(llama, before)
         return False
 
-    run(-1)
+    for _ in range(2):  # what a first use remembers for the later ones is not counted
+        run(-1)
     total = state["count"]
     # All over the range, and every instruction of the last stretch, where the `with` statements end.
     chosen = {*range(1, total, max(1, total // samples)), *range(total - samples, total - 2)}

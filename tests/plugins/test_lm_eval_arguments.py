@@ -28,6 +28,7 @@ RECIPES = [
     "ternarize",
     "ternarize:scheme=absmean+ls@row,blocks=0-3;7,roles=up_proj;down_proj",
     "outlier_columns:k=4,number=2+sign_flip:rate=0.05,columns=outlier",
+    "entry_flip:entries=a.b.weight@1@2;a.b.weight@3@4,to=zero",
     "ternarize:scheme=absmean+ls+sign_flip:rate=0.05",
 ]
 

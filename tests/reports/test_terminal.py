@@ -183,7 +183,9 @@ def test_the_baseline_and_the_noise_floor_carry_units():
 def test_perplexity_shows_figures_interval_and_protocol():
     text = flat(perplexity_view(perplexity_record()))
 
-    assert text.startswith("Token perplexity 20.1 (95 % interval [18.5, 21.9] over windows of this text).")
+    assert text.startswith(
+        "Token perplexity 20.1 (95 % interval [18.5, 21.9] over windows of this text); NLL 3.00211 nats/token."
+    )
     assert "NLL 3.002 [2.918, 3.086] nats per scored token" in text
     assert "word perplexity 61.23" in text
     assert "byte perplexity 2.012" in text
